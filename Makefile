@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Scripts beside the house: that what they call is there, and takes what it is given.
 LOOSELY := $(addprefix --disable-error-code ,union-attr arg-type operator misc assignment call-overload no-untyped-def)
 
-.PHONY: demo test test-all test-gpu lint docs clean
+.PHONY: demo test test-all test-clusters test-gpu lint docs clean
 
 demo: $(STAMP)
 	$(BIN)/shardwise train
@@ -17,6 +17,10 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal --all
+
+# Slurm's and Ray's own daemons, sshd, and network namespaces; what is not installed is skipped with a sentence.
+test-clusters: $(STAMP)
+	$(BIN)/python -m pytest tests/test_slurm.py tests/test_ray.py tests/test_submit.py tests/test_nodes.py
 
 # Where nothing can be installed but all packages are there: make test-gpu STAMP= BIN=/usr/bin
 test-gpu: $(STAMP)

@@ -18,6 +18,7 @@ from shardwise.planner.costs.machine import Efficiency, Machine, efficiency_of
 from shardwise.planner.costs.memory_model import FrameworkProfile, MemoryInputs, make_memory_inputs
 from shardwise.planner.costs.model_shape import ModelShape
 from shardwise.planner.estimate import Estimator, Workload, memory_inputs_key
+from shardwise.schedules.closed_form import lower_bound
 
 CONSTANTS = tomllib.loads((Path(__file__).parent / "frameworks.toml").read_text(encoding="utf-8"))["common"]
 BUCKET_GROWTH_RANKS = 40  # data ranks above which Megatron-Core's gradient buckets grow with their number
@@ -169,6 +170,7 @@ class FrameworkEstimator(Estimator):
         self.time_model = FrameworkTimeModel(machine, shape, kernels, efficiency)
         self.gathers_per_block = 1 if kernels.overlap_comm else 8  # older FSDP gathers each weight separately
         self.reduced_gradient_bytes = min(4.0, memory.gradient_bytes)
+        self.schedule_time = lower_bound  # which also knows schedules with fewer micro-batches than ranks
 
     def bucket_bytes(self, layout: Layout) -> float:
         growth = 1.0 if self.kernels.eager else max(1.0, layout.data / BUCKET_GROWTH_RANKS)

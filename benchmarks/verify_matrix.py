@@ -26,16 +26,10 @@ import torch
 
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout, micro_batch_error
-from shardwise.support import (
-    EXACT_AT_COST,
-    FRACTION,
-    NO_PIPELINE,
-    REFUSED,
-    SUPPORT_RULES,
-    Combination,
-    all_combinations,
-)
 from shardwise.verify.parity import verify
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
+from support_table import EXACT_AT_COST, FRACTION, NO_PIPELINE, Combination, all_combinations  # noqa: E402
 
 LAYERS = (4, 6)  # enough for six or eight stages, with embedding and head
 MODEL = {
@@ -51,10 +45,9 @@ def layouts(max_world: int) -> Iterator[tuple[Combination, Layout]]:
         range(1, 9), (1, 2, 3, 4, 6, 8), range(1, 9), range(1, 9)
     )  # tensor degrees that divide the sequence of 24
     worlds = sorted((p * t * s * r, p, t, s, r) for p, t, s, r in degrees if p * t * s * r <= max_world)
-    for (_, pipeline, tensor, shard, replicate), (combination, rule) in product(worlds, all_combinations()):
-        refused = rule.verdict == REFUSED
+    for (_, pipeline, tensor, shard, replicate), (combination, _) in product(worlds, all_combinations()):
         meaningless = (combination.schedule == NO_PIPELINE) != (pipeline == 1) or (combination.zero > 1 and shard == 1)
-        if refused or meaningless or combination.precision != "float64":
+        if meaningless or combination.precision != "float64":
             continue
         layout = Layout(
             pipeline=pipeline, tensor=tensor, shard=shard, replicate=replicate, zero=combination.zero, micro_batch=1,
@@ -101,12 +94,12 @@ def read(results: Path) -> list[dict[str, Any]]:
 
 
 def markdown(records: list[dict[str, Any]]) -> Iterator[str]:
-    """Yields a table with the worst error of each row of the support table, then costs and refusals."""
+    """Yields a table with the worst error of each row of the support table, then the costs."""
     costs = list(dict.fromkeys(rule.explanation for _, rule in all_combinations() if rule.verdict == EXACT_AT_COST))
     yield "| schedule | zero | recompute | verdict | layouts | loss | grad norm | gradients | weights | seconds |"
     yield "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |"
     for combination, rule in all_combinations():
-        if combination.precision != "float64" or rule.verdict == REFUSED:
+        if combination.precision != "float64":
             continue
         verdict = f"exact, cost {costs.index(rule.explanation) + 1}" if rule.verdict == EXACT_AT_COST else rule.verdict
         rows = [record for record in records if tuple(record["combination"]) == combination[:3]]
@@ -115,10 +108,6 @@ def markdown(records: list[dict[str, Any]]) -> Iterator[str]:
         yield f"| {' | '.join(map(str, [*combination[:3], verdict, len(rows), *worst, round(seconds)]))} |"
     yield ""
     yield from (f"Cost {number}: {sentence}\n" for number, sentence in enumerate(costs, start=1))
-    for row in SUPPORT_RULES:
-        if row.verdict == REFUSED:
-            zero, recompute = ", ".join(map(str, row.zero)), ", ".join(row.recompute)
-            yield f"Refused: {', '.join(row.schedule)} with zero {zero} and recompute {recompute}: {row.explanation}\n"
     bad = [record for record in records if not record["ok"]]
     yield f"{len(records)} layouts, {len(records) - len(bad)} exact to 1e-10, {len(bad)} not."
     yield from (f"- {record['layout']}: {record['failure'] or record['first_difference']}" for record in bad)

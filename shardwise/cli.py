@@ -79,7 +79,7 @@ def train(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     overrides = [*(overrides or []), *flag_overrides]
     if resume is None and (job_file is None or job_file.exists() or node is None):
-        load_job(job_file, overrides).require_trainable()  # reports a typo before the slow import of PyTorch
+        load_job(job_file, overrides)  # reports a typo before the slow import of PyTorch
 
     start_training = quick_import("shardwise.launch.start").start_training
     from shardwise.launch.cluster_environment import detect
@@ -142,7 +142,6 @@ def verify(
 ) -> None:
     """Verifies that a layout computes the same losses, gradients and weights as a single process."""
     job = load_job(job_file, overrides or [])
-    job.require_trainable()
     if against is not None:
         _verify_against(job, against, shrink, as_json)
         return
@@ -217,7 +216,7 @@ def dryrun(
     as_json: JsonFlag = False,
 ) -> None:
     """Simulates a step of selected ranks of any world size on fake tensors; prints their exact memory and traffic."""
-    load_job(job_file, overrides or []).require_trainable()
+    load_job(job_file, overrides or [])  # reports a typo before the slow import of PyTorch
 
     from shardwise.planner.dryrun.command import describe_reports, dryrun_job
 
@@ -256,7 +255,6 @@ def bench_step(
     flag_overrides = [f"model.name={model}"] * bool(model) + [f"batch.samples={batch}"] * bool(batch)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler's log
     job = load_job(job_file, [*(overrides or []), *flag_overrides])
-    job.require_trainable()
 
     import torch
 
@@ -356,6 +354,22 @@ def export(
     export_run = quick_import("shardwise.train.export").export_run
 
     for sentence in export_run(run, out, step, dtype, int(max_shard_size * 1e9), check):
+        print_line(sentence)
+
+
+@app.command()
+def merge(
+    run: Annotated[Path, Argument(help="Run folder with a checkpoint of adapters (model.lora).")],
+    out: Annotated[Path, Argument(help="Folder to write; it must not exist.")],
+    step: Annotated[int | None, Option(min=0, help="Checkpoint to merge; default: the newest.")] = None,
+    dtype: Annotated[str, Option(help="float32, bf16, fp16 or float64; auto: as the run's first weights.")] = "auto",
+    max_shard_size: Annotated[float, Option(min=0.001, help="Size of the largest weight file, in GB.")] = 5.0,
+    check: Annotated[bool, Option("--check", help="Load it with transformers and compare every logit.")] = False,
+) -> None:
+    """Adds the adapters of a run to the weights that it started from, and writes a folder that transformers loads."""
+    export_run = quick_import("shardwise.train.export").export_run
+
+    for sentence in export_run(run, out, step, dtype, int(max_shard_size * 1e9), check, merge=True):
         print_line(sentence)
 
 

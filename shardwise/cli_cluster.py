@@ -57,7 +57,7 @@ def submit(
         raise JobError("--k8s needs --image, a container image in which `python -m shardwise` works.")
     if sweep and not slurm:
         raise JobError("--sweep submits a job array of Slurm; elsewhere, submit a job for each value.")
-    load_job(job_file, overrides or []).require_trainable()
+    load_job(job_file, overrides or [])
     hosts = (Path(ssh).read_text() if Path(ssh).is_file() else ssh.replace(",", "\n")).split() if ssh else []
     if ssh and not hosts:
         raise JobError(f"--ssh {ssh} names no host; list hosts in a file, one per line, or as a,b.")

@@ -19,7 +19,6 @@ ParameterCount = Annotated[str, Option("--count", help="Parameters to count: all
 @laws.command("design")
 def laws_design(
     budget: Annotated[str, Option(metavar="LOW:HIGH", help="Smallest and largest compute budget, in FLOPs; required.")],
-    model: Annotated[str, Option(help="Model family; only gpt is supported.")] = "gpt",
     budgets: Annotated[int, Option(min=1, help="Number of compute budgets.")] = 3,
     sizes: Annotated[int, Option(min=1, help="Number of model sizes per budget.")] = 5,
     spread: Annotated[float, Option(min=1.0, help="Ratio of the largest to the middle model size.")] = 4.0,
@@ -29,7 +28,7 @@ def laws_design(
     """Writes a grid of small jobs for fitting a scaling law: several compute budgets, several model sizes each."""
     from shardwise.laws.command import design_text
 
-    print_line(design_text(budget, budgets, sizes, spread, model, out, overrides or [], counts, as_json))
+    print_line(design_text(budget, budgets, sizes, spread, out, overrides or [], counts, as_json))
 
 
 @laws.command("fit")

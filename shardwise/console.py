@@ -1,5 +1,6 @@
-"""Terminal output: printing lines and formatting counts, signals and ranks."""
+"""Terminal output: printing lines and formatting counts, times, signals and ranks."""
 
+import math
 import os
 import signal
 import sys
@@ -27,6 +28,17 @@ def format_count(number: float) -> str:
         if number >= 0.9995 * size:
             return f"{number / size:.3g}{unit}"
     return f"{number:.3g}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Returns `12.3 ms`, `4.56 s`, `7:08 min` or `1:02:03`."""
+    if not math.isfinite(seconds):
+        return "unknown"
+    if seconds < 60:
+        return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d} min"
 
 
 def signal_name(number: int) -> str:

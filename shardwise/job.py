@@ -319,23 +319,12 @@ class Job(ConfigSection):
     def family(self) -> Family:
         return family_of(self.model)
 
-    def require_trainable(self) -> None:
-        """Raises JobError if the job can be planned but not trained in one run."""
-        if len(self.phases()) > 1:
-            raise JobError("model.phase1_sequence: two lengths can be planned but not run; train each phase by itself.")
-
     def require_decoder(self) -> DecoderConfig:
         """Returns the config of a model that generates text; raises JobError for any other."""
-        self.require_trainable()
         model = self.model
         if not model.is_causal_lm:
             raise JobError(f"model.name = {model.name!r}: {model.description} does not generate text; use a decoder.")
         return cast(DecoderConfig, model)
-
-    def phases(self) -> "list[tuple[int, Job]]":
-        """Returns the training phases: the number of steps and the job of each."""
-        phases = self.model.phases(self.total_steps)
-        return [(steps, self.model_copy(update={"model": model})) for steps, model in phases]
 
     def to_toml(self) -> str:
         """Returns the job as TOML with every default filled in; `load_job` reads it back as an equal job."""

@@ -19,6 +19,7 @@ from pathlib import Path
 
 NODES = ("n1", "n2")
 DAEMONS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
+# cred_expire: how long a job that was requeued waits, and how late a message may arrive.
 CONFIG = """\
 ClusterName=shardwise
 SlurmctldHost=localhost(127.0.0.1)
@@ -26,7 +27,7 @@ SlurmctldPort={ports[0]}
 SlurmUser=root
 SlurmdUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket,cred_expire=2
+AuthInfo=socket={folder}/munge.socket,cred_expire=10
 CredType=cred/munge
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n

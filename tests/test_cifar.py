@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ ALL = ("crop", "flip", "colour", "cutout", "mixup")
 MODEL = {"name": "resnet", "depth": 18, "width": 4, "stem": "cifar", "image_size": 32, "num_classes": 10}
 
 
-def written(folder: Path, kind: str, count: int = 12) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def written(folder: Path, count: int = 12) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Six small files as they are published; returns what is in them."""
     folder.mkdir(parents=True, exist_ok=True)
     content = {}
@@ -42,12 +41,7 @@ def written(folder: Path, kind: str, count: int = 12) -> dict[str, tuple[np.ndar
         draw = np.random.default_rng(number)
         images, classes = draw.integers(0, 256, (count, 3072)).astype(np.uint8), draw.integers(0, 10, count)
         content[name] = images, classes
-        if kind == "bin":
-            (folder / f"{name}.bin").write_bytes(np.hstack([classes[:, None].astype(np.uint8), images]).tobytes())
-        else:
-            record = {"batch_label": b"batch", "labels": classes.tolist(), "data": images, "filenames": [b"a.png"]}
-            keyed: dict[Any, Any] = {key.encode(): value for key, value in record.items()}
-            (folder / name).write_bytes(pickle.dumps(keyed, protocol=int(kind)))
+        (folder / f"{name}.bin").write_bytes(np.hstack([classes[:, None].astype(np.uint8), images]).tobytes())
     return content
 
 
@@ -55,11 +49,9 @@ def same(a: Samples, b: Samples) -> bool:
     return all(torch.equal(getattr(a, name), getattr(b, name)) for name in ("tokens", "targets", "ids"))
 
 
-@pytest.mark.parametrize("kind", ["bin", "2", "3", "5"])
-def test_both_versions_are_read(tmp_path: Path, kind: str) -> None:
-    below = "cifar-10-batches-bin" if kind == "bin" else "cifar-10-batches-py"
-    content = written(tmp_path / below, kind)
-    for path in (tmp_path, tmp_path / below):
+def test_the_binary_version_is_read(tmp_path: Path) -> None:
+    content = written(tmp_path / "cifar-10-batches-bin")
+    for path in (tmp_path, tmp_path / "cifar-10-batches-bin"):
         training, test = open_cifar10(str(path), BadRecords(), None)
         assert (len(training), len(test), training.length, training.vocab) == (60, 12, 3072, 10)
     images, classes = training.read_images(np.array([0, 59, 13]))
@@ -73,48 +65,11 @@ def test_both_versions_are_read(tmp_path: Path, kind: str) -> None:
     assert len(pickle.dumps(training)) < 20_000
 
 
-def test_the_pickles_of_python_2_are_read(tmp_path: Path) -> None:
-    """As published: protocol 2 with short byte strings, which today's pickle does not write."""
-    written(tmp_path, "2", count=1)
-    pixels = bytes(range(256)) * 12
-    stream = (
-        b"\x80\x02}(U\x04datacnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b\x87R"
-        b"(K\x01K\x01M\x00\x0c\x86cnumpy\ndtype\nU\x02u1K\x00K\x01\x87R(K\x03U\x01|NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
-        b"\x89T\x00\x0c\x00\x00" + pixels + b"tbU\x06labels]K\x07au."
-    )
-    (tmp_path / TEST_FILE).write_bytes(stream)
-    _, test = open_cifar10(str(tmp_path), BadRecords(), None)
-    assert test.read_bytes(np.array([0]))[0][0].tobytes() == pixels and test.read_bytes(np.array([0]))[1].tolist() == [
-        7
-    ]
-
-
-class Evil:
-    def __reduce__(self) -> Any:
-        return os.mkdir, ("ran",)
-
-
-@pytest.mark.parametrize(("content", "said"), [
-    ({b"data": Evil(), b"labels": []}, "it refers to posix.mkdir"),
-    ({b"data": np.zeros((2, 3072), np.uint8), b"labels": [1]}, "2 images but 1 labels"),
-    ({b"data": np.zeros((2, 3072), np.float64), b"labels": [1, 2]}, "not an array of bytes"),
-    ({b"data": np.zeros((1, 3072), object), b"labels": [1]}, "not an array of bytes"),
-    ([1, 2], "not a CIFAR-10 file"),
-])  # fmt: skip
-def test_a_pickle_runs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: Any, said: str) -> None:
-    monkeypatch.chdir(tmp_path)
-    written(tmp_path, "2")
-    (tmp_path / TRAIN_FILES[1]).write_bytes(pickle.dumps(content, protocol=2))
-    with pytest.raises(DataError, match=said):
-        open_cifar10(str(tmp_path), BadRecords(skip=True), None)
-    assert not (tmp_path / "ran").exists()
-
-
 def test_what_is_missing_is_told(tmp_path: Path) -> None:
     for path in ("", str(tmp_path / "none")):
         with pytest.raises(DataError, match="cs.toronto.edu/~kriz/cifar.html, unpack it into"):
             open_cifar10(path, BadRecords(), None)
-    written(tmp_path, "bin")
+    written(tmp_path)
     (tmp_path / "data_batch_3.bin").unlink()
     with pytest.raises(DataError, match="data_batch_3.bin is missing, but not data_batch_1.bin"):
         open_cifar10(str(tmp_path), BadRecords(), None)
@@ -127,29 +82,22 @@ def test_what_is_missing_is_told(tmp_path: Path) -> None:
         make_job({"data": {"augment": ["flip"]}})
 
 
-@pytest.mark.parametrize("kind", ["bin", "5"])
-def test_bad_images_are_named_and_passed_over(tmp_path: Path, kind: str) -> None:
-    content = written(tmp_path, kind)
+def test_bad_images_are_named_and_passed_over(tmp_path: Path) -> None:
+    content = written(tmp_path)
     name, (images, classes) = TRAIN_FILES[2], content[TRAIN_FILES[2]]
     classes = classes.copy()
     classes[[3, 7]] = 200, 10
-    if kind == "bin":
-        records = np.hstack([classes[:, None].astype(np.uint8), images])
-        (tmp_path / f"{name}.bin").write_bytes(records.tobytes() + b"rest")
-    else:
-        (tmp_path / name).write_bytes(pickle.dumps({b"data": images, b"labels": classes.tolist()}, protocol=5))
-    place = r" \(byte 9,219\)" if kind == "bin" else ""
-    with pytest.raises(
-        DataError, match=rf"data_batch_3\S*, record 4{place}: class 200, .*data.on_bad_record = \"skip\""
-    ):
+    records = np.hstack([classes[:, None].astype(np.uint8), images])
+    (tmp_path / f"{name}.bin").write_bytes(records.tobytes() + b"rest")
+    place = r"data_batch_3\S*, record 4 \(byte 9,219\)"
+    with pytest.raises(DataError, match=rf"{place}: class 200, .*data.on_bad_record = \"skip\""):
         open_cifar10(str(tmp_path), BadRecords(), None)
     bad = BadRecords(skip=True, log_path=tmp_path / "bad.txt")
     training, _ = open_cifar10(str(tmp_path), bad, None)
-    assert len(training) == 58 and len((tmp_path / "bad.txt").read_text().splitlines()) == 2 + (kind == "bin")
+    assert len(training) == 58 and len((tmp_path / "bad.txt").read_text().splitlines()) == 3
     kept = np.delete(content[name][1], [3, 7])
     assert training.read_images(np.arange(24, 34))[1].tolist() == kept.tolist()
-    expected = "3 bad records skipped" if kind == "bin" else "2 bad records skipped"
-    assert bad.summary().startswith(expected) and ("ends after 4 of 3,073 bytes" in bad.summary()) == (kind == "bin")
+    assert bad.summary().startswith("3 bad records skipped") and "ends after 4 of 3,073 bytes" in bad.summary()
 
 
 # Augmentation
@@ -186,7 +134,7 @@ def test_each_change_does_what_it_says() -> None:
 
 def test_samples_depend_on_their_place_alone(tmp_path: Path) -> None:
     """Ranks, workers, batch sizes and a resume change nothing; another epoch or seed does."""
-    written(tmp_path, "bin")
+    written(tmp_path)
     augment = ImageAugmentation(ALL, seed=3)
     stream = SampleStream(open_cifar10(str(tmp_path), BadRecords(), augment)[0], seed=3)
     whole = stream.read(np.arange(96))
@@ -254,7 +202,7 @@ def train(folder: Path, job: Any, layout: str) -> None:
 
 
 def test_accuracy_and_bad_records_of_a_run(tmp_path: Path) -> None:
-    written(tmp_path / "data", "bin")
+    written(tmp_path / "data")
     with (tmp_path / "data" / "data_batch_1.bin").open("ab") as file:
         file.write(b"torn")
     data = {"source": "cifar10", "path": str(tmp_path / "data"), "augment": ["crop", "flip"], "on_bad_record": "skip"}

@@ -51,6 +51,10 @@ SKIPPED = {
     "shardwise train --set model.weights=./Llama-3.2-1B --set model.sequence=4096": FOLDER,
     "shardwise train --set model.weights=runs/first --set data.source=text --set data.path=more.txt": TRAINS,
     "shardwise train --set model.weights=runs/first@200 --set model.sequence=512": TRAINS,
+    "shardwise train --set model.name=hf:./Llama-3.2-1B --set model.lora.rank=16 --set data.source=text "
+    "--set data.path=notes.txt": FOLDER,
+    "shardwise export runs/tuned my-adapter": "needs a run; tests/test_lora.py exports some",
+    "shardwise merge runs/tuned my-model --check": "needs a run; tests/test_lora.py merges some",
     "shardwise calibrate -o here.toml": MEASURES,
     "shardwise plan job.toml --cluster here.toml": MEASURES,
     "shardwise train job.toml --cluster here.toml": MEASURES,
@@ -74,7 +78,7 @@ def commands() -> Iterator[tuple[str, list[str]]]:
             for part in re.split(r"^\$ ", text.replace("\\\n", " "), flags=re.MULTILINE)[1:]:
                 command, *shown = part.splitlines()
                 if command.startswith("shardwise "):
-                    yield command, shown
+                    yield " ".join(command.split()), shown
 
 
 SHOWN: dict[str, list[list[str]]] = {}

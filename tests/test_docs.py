@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import re
 import shlex
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 import typer
 
 from shardwise.cli import app
-from shardwise.errors import JobError, UserError
+from shardwise.errors import UserError
 from shardwise.job import load_job, make_job
 from shardwise.layout import Layout
 from shardwise.models.registry import ENTRY_POINTS
@@ -63,6 +64,7 @@ def anchors(page: Path) -> set[str]:
 
 def generator() -> Any:
     """`tools/docs.py` as a module."""
+    sys.path.append(str(ROOT / "tools"))
     spec = importlib.util.spec_from_file_location("docs_generator", ROOT / "tools" / "docs.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -179,14 +181,9 @@ def test_the_house_is_complete() -> None:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=name_of)
-def test_examples_can_be_trained_or_say_that_they_cannot(example: Path) -> None:
+def test_examples_can_be_trained(example: Path) -> None:
     job = load_job(example)
-    try:
-        job.require_trainable()
-    except JobError:
-        assert "not yet" in example.read_text(encoding="utf-8") or "see " in example.read_text(encoding="utf-8")
-    else:
-        prepare(job, choose_plan(job)[0].best.layout)
+    prepare(job, choose_plan(job)[0].best.layout)
     assert example.read_text(encoding="utf-8").startswith("# "), "an example says what it is for"
 
 

@@ -20,7 +20,6 @@ from shardwise.errors import LayoutError
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.parallel.engine import Engine
-from shardwise.planner.costs.engine_traffic import engine_traffic
 from shardwise.planner.dryrun.command import describe_reports
 from shardwise.planner.dryrun.dry_run import (
     CollectiveTraffic,
@@ -247,24 +246,19 @@ PLANNED = [
 
 @pytest.mark.parametrize("case", PLANNED, ids=[f"{precision} {text}" for _, precision, text, _ in PLANNED])
 def test_the_plan_is_what_the_engine_does(case: tuple[dict[str, Any], str, str, int]) -> None:
-    """Memory of every stage within 5%, without the allocator's reserve, which a dry run cannot see; traffic exactly."""
+    """Memory of every stage within 5%, without the allocator's reserve, which a dry run cannot see."""
     model, precision, text, micro_batches = case
     layout = Layout.parse(text if "micro_batch" in text else f"{text} micro_batch=1")
     samples = layout.data * layout.micro_batch * micro_batches
     job = make_job({"model": model, "batch": {"samples": samples}, "precision": precision})
     reports = run_world(every_stage, 1, job, layout)[0]
     estimator = make_estimator(job, find_cluster("h100"))
-    own, prediction = estimator.work.engine, estimator.predict(layout)
-    assert own is not None
-    assert len(reports) == len(prediction.memory) == len(prediction.traffic)
+    prediction = estimator.predict(layout)
+    assert estimator.work.engine is not None
     for rank, (report, memory) in enumerate(zip(reports, prediction.memory, strict=True)):
         error = (memory.total - memory.reserve) / report.total - 1
         # The order of a V of our own may have all micro-batches in flight before there are gradients.
         assert -0.05 < error < (0.2 if "auto-v" in text else 0.05), rank
-        program = estimator.auto_schedule(layout).program if estimator.is_auto_schedule(layout) else None
-        found = engine_traffic(own, layout, rank, report.micro_batches, program)
-        assert found == {(entry.axis, entry.kind): entry.bytes for entry in report.traffic}, rank
-        assert sum(prediction.traffic[rank].values()) == sum(entry.bytes for entry in report.traffic)
 
 
 def every_stage(job: Job, layout: Layout) -> list[RankReport]:

@@ -272,7 +272,7 @@ def test_a_run_that_is_not_finished_is_told(tmp_path: Path) -> None:
 
 
 def test_every_designed_job_loads_and_costs_its_budget(tmp_path: Path) -> None:
-    jobs = design_grid(1e18, 1e20, 3, 5, 4.0, "gpt", ["precision=bf16"], "all", tmp_path)
+    jobs = design_grid(1e18, 1e20, 3, 5, 4.0, ["precision=bf16"], "all", tmp_path)
     assert len(jobs) == 15 and len({one.name for one in jobs}) == 15
     for one, path in zip(jobs, write_grid(jobs, tmp_path), strict=True):
         job = load_job(path)
@@ -288,7 +288,7 @@ def test_every_designed_job_loads_and_costs_its_budget(tmp_path: Path) -> None:
 
 def test_sizes_are_met_from_thousands_to_trillions() -> None:
     for target in (1e4, 1e5, 1e6, 1e8, 1e10, 1e12):
-        template = make_template("gpt", ["model.vocab=256"], 1e12)
+        template = make_template(["model.vocab=256"], 1e12)
         assert count_parameters(model_of_size(template, target, "all"), "all") == pytest.approx(target, rel=0.35)
         if target > 1e5:
             assert count_parameters(model_of_size(template, target, "blocks"), "blocks") == pytest.approx(
@@ -303,9 +303,9 @@ def test_designs_that_cannot_be(tmp_path: Path) -> None:
     assert parse_budget("1e18") == (1e18, 1e18)
     for settings in (["model.width=64"], ["steps=3"], ["batch.samples=2"]):
         with pytest.raises(JobError, match="the grid chooses"):
-            design_grid(1e18, 1e19, 2, 2, 2.0, "gpt", settings, "all", tmp_path)
+            design_grid(1e18, 1e19, 2, 2, 2.0, settings, "all", tmp_path)
     with pytest.raises(JobError, match="no decoder with a vocabulary of 256"):
-        design_grid(1e6, 1e6, 1, 1, 1.0, "gpt", [], "all", tmp_path)
+        design_grid(1e6, 1e6, 1, 1, 1.0, [], "all", tmp_path)
 
 
 def test_batches_suit_the_devices() -> None:
@@ -363,7 +363,7 @@ def test_design_fit_and_recommend_from_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     grid = tmp_path / "grid"
-    assert not call(monkeypatch, "laws", "design", "--budget", "1e18:1e20", "--model", "gpt", "-o", str(grid))
+    assert not call(monkeypatch, "laws", "design", "--budget", "1e18:1e20", "-o", str(grid))
     assert "15 jobs" in capsys.readouterr().out and len(list(grid.glob("*.toml"))) == 15
     runs = made(noise=0.005)
     rows = "\n".join(f"{N},{D},{loss}" for N, D, loss in zip(runs.parameters, runs.tokens, runs.loss))
@@ -396,7 +396,7 @@ def test_design_fit_and_recommend_from_the_command_line(
         ("recommend", "--flops", "1e24", "--devices", "8", "--cluster", "h1000"),
         ("recommend", "--flops", "1e24", "--law", "nowhere.json"),
         ("design", "--budget", "x"),
-        ("design", "--budget", "1e18", "--model", "resnet"),
+        ("design", "--budget", "1e18", "--set", "model.name=resnet"),
         ("design", "--budget", "1e18", "--count", "some"),
         ("fit", "nowhere.csv"),
         ("noise", "nowhere"),

@@ -25,7 +25,7 @@ import shardwise.parallel.torch_pipelining as pipeline
 import shardwise.step as step
 import shardwise.verify.parity as parity
 from shardwise.layout import Layout
-from shardwise.models import gpt, loss
+from shardwise.models import gpt, lora, loss
 from shardwise.optim.param_shard import ParamShard
 from shardwise.random import Dropout
 
@@ -33,6 +33,7 @@ Patch = pytest.MonkeyPatch
 SMALL = {"layers": 3, "vocab": 61, "ffn": 50}
 GPT2 = {**SMALL, "positions": "learned", "norm": "layer", "activation": "gelu", "bias": True, "heads": 4}
 LLAMA = {**SMALL, "heads": 6, "kv_heads": 3, "tied": False}
+LORA = {**LLAMA, "lora": {"rank": 3, "init_std": 0.1}}
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,42 @@ def rank() -> int:
 @caught("tensor=2", "gradient", "head.norm.bias")
 def no_sum_of_partial_gradients_over_the_tensor_axis(patch: Patch) -> None:
     patch.setattr(step, "all_reduce_tensor_grads", lambda engine: None)
+
+
+@caught("tensor=2", "gradient", "block2.mlp.up.lora_A", model=LORA)
+def the_matrix_a_of_an_adapter_not_summed_over_the_tensor_axis(patch: Patch) -> None:
+    whole = step.all_reduce_tensor_grads
+
+    def without_a(engine: Any) -> None:
+        kept = {shard.name: shard.grad.clone() for shard in engine.param_shards if shard.name.endswith("lora_A")}
+        whole(engine)
+        for shard in engine.param_shards:
+            if shard.name in kept:
+                shard.grad.copy_(kept[shard.name])
+
+    patch.setattr(step, "all_reduce_tensor_grads", without_a)
+
+
+@caught("tensor=2", "output", "block0.attention", model=LORA)
+def an_adapter_added_after_the_sum_over_the_tensor_axis(patch: Patch) -> None:
+    """The row-split layer's whole B would be applied to the sum on every rank."""
+    right = lora._add_update
+
+    def doubled(module: Any, args: Any, y: Tensor) -> Tensor:
+        is_split = dist.is_initialized() and module.lora_A.shape[1] < module.lora_B.shape[0]
+        return right(module, args, y) + (right(module, args, y) - y if is_split else 0.0)
+
+    patch.setattr(lora, "_add_update", doubled)
+
+
+@caught("shard=2 zero=3", "output", "block0.attention", model=LORA)
+def adapters_that_differ_from_rank_to_rank(patch: Patch) -> None:
+    right = parallelize.init_param_shard
+
+    def by_rank(shard: Any, chain: Any, seed: int) -> None:
+        right(shard, chain, seed + rank() * shard.name.endswith("lora_B"))
+
+    patch.setattr(parallelize, "init_param_shard", by_rank)
 
 
 @caught("tensor=2", "gradient", "block1.norm2.weight", model=LLAMA)

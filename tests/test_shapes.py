@@ -320,11 +320,6 @@ def test_keys_of_other_kinds_are_told(model: dict[str, object], words: list[str]
     assert all(word in str(told.value) for word in words), told.value
 
 
-def test_bert_is_trained_in_two_parts() -> None:
-    (some, short), (rest, long) = load_job(EXAMPLES / "bert-base.toml").phases()
-    assert (some, short.model.sequence, rest, long.model.sequence) == (900_000, 128, 100_000, 512)
-
-
 PLANS = {
     "gpt3-175b": 256, "llama3-8b": 64, "llama3-70b": 64, "llama3-405b": 256, "mixtral-8x7b": 64,
     "deepseek-v3": 256, "bert-base": 1, "bert-large": 8, "t5-11b": 64, "resnet-101": 8, "dlrm-1tb": 8,
@@ -353,12 +348,15 @@ def test_examples_can_be_planned(name: str) -> None:
 )
 def test_full_trainings_on_one_device(name: str, low: float, high: float, fits: bool) -> None:
     """Told are 44 h, 84 h, and 3.1 million h for a V100 at 28 TFLOP/s, a fifth of what an A100 reaches."""
-    job = load_job(EXAMPLES / f"{name}.toml")
-    plan = make_plan(job, CLUSTERS["a100-80g"], 1)
-    assert low < plan.training_seconds / 3600 < high
+    plan = make_plan(load_job(EXAMPLES / f"{name}.toml"), CLUSTERS["a100-80g"], 1)
+    hours = plan.training_seconds / 3600
+    if name == "bert-base":  # in two phases
+        second = load_job(EXAMPLES / f"{name}.toml", ["model.sequence=512", "steps=100_000"])
+        hours += make_plan(second, CLUSTERS["a100-80g"], 1).training_seconds / 3600
+    assert low < hours < high
     told = re.search(rf"`examples/{name}.toml`.*\| ([\d.]+)( million)? h \|", GUIDE.read_text(encoding="utf-8"))
     assert told, f"{GUIDE.name} has no line for {name}"
-    assert plan.training_seconds / 3600 == pytest.approx(float(told[1]) * (1e6 if told[2] else 1), rel=0.2)
+    assert hours == pytest.approx(float(told[1]) * (1e6 if told[2] else 1), rel=0.2)
     assert plan.fits(plan.best) == fits
     assert 0.1 < plan.mfu(plan.best) < 0.7
     result = CliRunner().invoke(

@@ -7,15 +7,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
 
+from shardwise.adapters.function_modes import KeepFloat64
 from shardwise.adapters.module_family import meta_chain
 from shardwise.cluster import find_cluster
 from shardwise.comm.world import run_world
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
+from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import prepare
 from shardwise.planner.plan import make_plan
+from shardwise.train.checkpoint import CheckpointManager
 from shardwise.train.export import export_run
 from shardwise.train.generate import load_model
 from shardwise.train.loop import TrainingLoop
@@ -156,11 +162,15 @@ def test_tensor_parallelism_can_be_planned():
         assert job("llama", LLAMA).model.model_copy(update={"vocab": 62}).vocab_size
 
 
-def save(folder, model_type, args, **saving):
+def save(folder, model_type, args, noise=0.0, dtype=None, **saving):
     import transformers
 
     config = transformers.CONFIG_MAPPING[model_type](**args)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder, **saving)
+    module = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for weight in module.parameters():
+            weight.add_(noise * torch.randn(weight.shape))
+    module.to(dtype).save_pretrained(folder, **saving)
 
 
 @pytest.mark.parametrize(
@@ -229,3 +239,91 @@ def train_run(path: str) -> None:
     folder = RunFolder(Path(path))
     prepared = prepare(folder.job(), Layout.parse("shard=2 zero=3"))
     TrainingLoop(prepared, folder, torch.device("cpu")).run()
+
+
+ROPES = [
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "dynamic", "factor": 2.0},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+     "original_max_position_embeddings": 64},
+]  # fmt: skip
+SWEPT = ("gemma2", "gemma3_text", "olmo2", "olmo3", "phi3", "gpt_neox", "cohere", "cohere2", "glm4", "smollm3",
+         "granite", "gpt_oss", "deepseek_v3", "mistral")  # fmt: skip
+
+
+@st.composite
+def unseen_config(draw):
+    """A config of a family that our decoder does not compute: odd heads, biases, ties, windows, rope scaling."""
+    import transformers
+
+    kind, flag, choose = draw(st.sampled_from(SWEPT)), st.booleans(), lambda *values: draw(st.sampled_from(values))
+    kv_heads, group, head_dim = choose(1, 2, 3), choose(1, 2, 3), choose(4, 6, 8)
+    heads = kv_heads * group
+    args = {
+        "hidden_size": heads * head_dim, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "num_hidden_layers": choose(1, 2, 3), "intermediate_size": choose(20, 30), "vocab_size": choose(37, 128),
+        "max_position_embeddings": choose(16, 64), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+        "tie_word_embeddings": draw(flag), "attention_bias": draw(flag), "mlp_bias": draw(flag),
+        "use_qk_norm": draw(flag), "use_parallel_residual": draw(flag), "sliding_window": choose(4, 7),
+        "no_rope_layer_interval": 2,
+        "attention_dropout": 0.0, "hidden_dropout": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "logit_scale": 0.3,
+        "embedding_multiplier": 2.0, "logits_scaling": 1.7, "residual_multiplier": 0.6, "final_logit_softcapping": 5.0,
+        "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+        "n_group": 2, "topk_group": 1, "q_lora_rank": choose(None, 8), "kv_lora_rank": 8, "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 6, "v_head_dim": 6, "first_k_dense_replace": 1,
+    }  # fmt: skip
+    if kind == "phi3":
+        factors = {"short_factor": [1.5] * (head_dim // 2), "long_factor": [3.0] * (head_dim // 2)}
+        rope = {"rope_type": "longrope", **factors, "factor": 2.0, "original_max_position_embeddings": 16}
+    else:
+        rope = draw(st.sampled_from(ROPES))
+    args |= {"rope_parameters": {**rope, "rope_theta": 1e4}} if kind != "gemma3_text" else {}
+    if kind in ("gemma2", "gemma3_text", "glm4", "smollm3", "gpt_oss", "mistral"):
+        args |= {"head_dim": choose(4, 8), "hidden_size": heads * choose(5, 8)}
+    args |= {"num_key_value_heads": heads, "head_dim": 4} if kind == "deepseek_v3" else {}
+    default = transformers.CONFIG_MAPPING[kind]()
+    known = {*default.to_dict(), *getattr(default, "attribute_map", {})}
+    return kind, {key: value for key, value in args.items() if key in known}, choose(torch.float32, torch.bfloat16)
+
+
+@settings(max_examples=6, deadline=None)
+@given(unseen_config(), st.sampled_from([3000, 10**9]))
+def test_folders_nobody_has_seen(tmp_path_factory, drawn, max_file_bytes):
+    """Loss and every gradient are those of `from_pretrained` in float64; the export has every bit of the folder."""
+    import transformers
+
+    kind, args, dtype = drawn
+    place = tmp_path_factory.mktemp("unseen")
+    save(place / "base", kind, args, 0.05, dtype, max_shard_size=max_file_bytes)  # biases and norms are random too
+    run = {"folder": str(place / "run"), "device": "cpu"}
+    model = {"name": f"hf:{place / 'base'}", "sequence": 12}
+    case = make_job({"precision": "float64", "model": model, "batch": {"samples": 2}, "run": run})
+    engine = parallelize(prepare(case, Layout()), torch.device("cpu"))
+    (chain,) = engine.chains
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(place / "base", dtype=torch.float64)
+    theirs.config._experts_implementation = "eager"
+    own_buffers = dict(chain.root.named_buffers())
+    for name, buffer in list(theirs.named_buffers()):  # it computes frequencies in float32
+        torch.testing.assert_close(own_buffers[name].double(), buffer.double(), rtol=1e-6, atol=1e-6)
+        theirs.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = own_buffers[name].clone()
+    tokens, labels = torch.randint(0, args["vocab_size"], (2, 2, 12))
+    found = chain(tokens, ids=torch.arange(2), targets=labels, input_0=tokens, input_1=labels)
+    with KeepFloat64():
+        logits = theirs(input_ids=tokens).logits
+        expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        assert (found - expected).abs() <= 1e-10 * expected.abs()
+        found.backward()
+        expected.backward()
+    own, grads = dict(chain.root.named_parameters()), {n: w.grad for n, w in theirs.named_parameters()}
+    floor = 1e-6 * max(grad.norm() for grad in grads.values() if grad is not None)
+    for name, grad in grads.items():
+        assert grad is None or (own[name].grad - grad).norm() <= 1e-10 * max(grad.norm(), floor), name
+    folder = RunFolder.create(case)
+    CheckpointManager(folder.checkpoints, 1, False).save(1, engine, engine.make_optimizer(case), {"seed": case.seed})
+    list(export_run(folder.path, place / "out", None, "auto", max_file_bytes))
+    before, after = ({name: value for file in path.glob("*.safetensors") for name, value in load_file(file).items()}
+                     for path in (place / "base", place / "out"))  # fmt: skip
+    assert before.keys() == after.keys()
+    assert all(before[name].dtype == after[name].dtype and torch.equal(before[name], after[name]) for name in before)

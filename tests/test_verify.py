@@ -19,7 +19,6 @@ from shardwise.launch.launch import check_layout_fits
 from shardwise.layout import Layout, micro_batch_error
 from shardwise.parallel import context
 from shardwise.parallel.prepare import prepare
-from shardwise.support import REFUSED, support
 from shardwise.verify.parity import VerifyResult, verify
 
 LIMIT = 1e-10
@@ -67,11 +66,10 @@ def _layout_of(pipeline: int, tensor: int, shard: int, replicate: int, context_:
     if not 1 < world <= 8 or (schedule == "none") != (pipeline == 1) or (zero > 1 and shard == 1):
         return None
     order: dict[str, Any] = {"schedule": schedule, "virtual": int(virtual or 0)} if schedule != "none" else {}
-    layout = Layout(
+    return Layout(
         pipeline=pipeline, tensor=tensor, shard=shard, replicate=replicate, context=int(degree), zero=zero,
         context_method=way or "ring", recompute=recompute, micro_batch=micro_batch, **order,
     )  # fmt: skip
-    return None if support(layout, "float64").verdict == REFUSED else layout
 
 
 def micro_batches(case: Case, layout: Layout) -> int:

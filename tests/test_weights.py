@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,13 @@ from shardwise.errors import CheckpointError, JobError
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.models.chain import init_weights
+from shardwise.models.pretrained import INDEX_FILE
 from shardwise.models.pretrained_config import FORMATS, make_config, read_config
 from shardwise.models.registry import parse_model
 from shardwise.parallel.prepare import prepare
+from shardwise.train.checkpoint import weight_pieces
+from shardwise.train.checkpoint_folder import CheckpointGroup, find_newest_valid
+from shardwise.train.dcp_storage import dtype_of, read_index, read_pieces
 from shardwise.train.export import export_run
 from shardwise.train.generate import load_model
 from shardwise.train.loop import TrainingLoop
@@ -203,6 +210,61 @@ def test_weights_that_do_not_fit_are_refused(tmp_path: Path) -> None:
             prepare(make_job({"model": {"weights": weights, "name": name}}), Layout())
 
 
+def _rewrite(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_bytes()) | changes))
+
+
+def _in_two_files(folder: Path) -> None:
+    for name in ("a.safetensors", "b.safetensors"):
+        shutil.copy(folder / "model.safetensors", folder / name)
+    (folder / "model.safetensors").unlink()
+
+
+def _as_pipe(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+
+
+def _indexed(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder.parent / "elsewhere.safetensors")
+    (folder / INDEX_FILE).write_text(json.dumps({"weight_map": {"lm_head.weight": "../elsewhere.safetensors"}}))
+
+
+HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "pipe": (_as_pipe, "cannot be read: it is no file"),
+    "two files": (_in_two_files, "has the weight 'lm_head.weight' in two files"),
+    "index elsewhere": (_indexed, "folder/elsewhere.safetensors cannot be read"),
+    "header length": (lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 9), "cannot be read"),
+    "integers": (lambda folder: save_file(
+        {name: value.int() for name, value in load_file(folder / "model.safetensors").items()},
+        folder / "model.safetensors"), "is stored as I32; save the model in bf16"),
+    "NaN": (lambda folder: _rewrite(folder / "config.json", rms_norm_eps=float("nan")), "NaN|finite number"),
+    "layers": (lambda folder: _rewrite(folder / "config.json", num_hidden_layers=10**9), "layers"),
+    "list": (lambda folder: _rewrite(folder / "config.json", num_attention_heads=[4]), "num_attention_heads|heads"),
+    "negative": (lambda folder: _rewrite(folder / "config.json", intermediate_size=-3), "negative|ffn"),
+    "heads": (lambda folder: _rewrite(folder / "config.json", num_attention_heads=0), "zero|heads"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_folder_is_refused_in_a_sentence(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    save(folder, "llama")
+    spoil, sentence = HOSTILE[name]
+    spoil(folder)
+    for model in ({"name": f"hf:{folder}"}, {"weights": str(folder)}):
+        with pytest.raises(JobError, match=sentence) as refused:
+            check_start(prepare(make_job({"model": {**model, "sequence": 16}}), Layout()))
+        assert "\n" not in str(refused.value)
+
+
+def test_the_single_file_comes_first(tmp_path: Path) -> None:
+    """As in transformers: folders of the hub may have the weights in a form of their maker beside it."""
+    save(tmp_path, "llama")
+    save_file({"layers.0.attention.wq.weight": torch.zeros(2)}, tmp_path / "consolidated.safetensors")
+    check_start(prepare(make_job({"model": {"weights": str(tmp_path), "sequence": 16}}), Layout()))
+
+
 @pytest.mark.parametrize(("kind", "layout"), [
     ("llama", "pipeline=2 tensor=2 micro_batch=1"), ("mixtral", "shard=2 expert=2 zero=3"), ("gpt2", "tensor=2"),
 ])  # fmt: skip
@@ -248,6 +310,52 @@ def test_a_run_starts_from_another_run(tmp_path: Path) -> None:
                               ({"weights": f"{first.path}@x"}, "is no step")):  # fmt: skip
         with pytest.raises(CheckpointError, match=sentence):
             check_start(prepare(name_step(make_run(tmp_path / "no", model | changed)), Layout()))
+
+
+def saved(folder: RunFolder, step: int) -> dict[str, torch.Tensor]:
+    """The weights and buffers of a checkpoint, tables included."""
+    choice = find_newest_valid(folder.checkpoints, CheckpointGroup(), step)
+    assert choice.path is not None
+    index = read_index(choice.path)
+    index = {name: entry for name, entry in index.items() if name.startswith(("weights.", "buffers."))}
+    tensors = {name: torch.empty(entry["shape"], dtype=dtype_of(entry)) for name, entry in index.items()}
+    read_pieces(choice.path, index, weight_pieces(tensors), CheckpointGroup())
+    return tensors
+
+
+BLOCKS = {"layers": 2, "width": 16, "heads": 4, "vocab": 61, "sequence": 16}
+# A model of each family, the layout of its first run, and the layout of the run that starts from it.
+STARTS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "moe": ({**BLOCKS, "name": "moe", "experts": 4, "expert_ffn": 12}, "shard=2 expert=2 zero=3", "tensor=2"),
+    "bert": ({**BLOCKS, "name": "bert"}, "tensor=2", "pipeline=2"),
+    "t5": ({**BLOCKS, "name": "t5", "head_dim": 4, "ffn": 24, "target_sequence": 8}, "pipeline=2", "shard=2 zero=3"),
+    "resnet": ({"name": "resnet", "depth": 18, "stem": "cifar", "width": 4, "image_size": 8, "num_classes": 5},
+               "shard=2 zero=3", "replicate=2"),
+    "dlrm": ({"name": "dlrm", "tables": 3, "rows": [41, 7, 19], "width": 4, "bottom": [8], "top": [8]},
+             "shard=2", "replicate=3"),
+    "hf": ({"name": "hf:llama", "args": {**SMALL, "tie_word_embeddings": True}, "sequence": 16}, "pipeline=2",
+           "tensor=2"),
+    "python": ({"name": "python:user_modules:vit"}, "shard=2 zero=3", "pipeline=2"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_every_model_can_start_from_a_run(name: str, tmp_path: Path) -> None:
+    model, layout, other_layout = STARTS[name]
+    saving = {"checkpoint": {"every": 1, "keep": 5, "snapshot_every": 0}, "batch": {"samples": 6}}
+    first = train(make_run(tmp_path / "first", model, 2, **saving), layout)
+    start = {"weights": f"{first.path}@1"}
+    second = train(make_run(tmp_path / "second", start, 1, **saving, seed=7, optimizer={"lr": 0.0}), other_layout)
+    before, newer, after = saved(first, 1), saved(first, 2), saved(second, 1)
+    weights = [key for key in before if key.startswith("weights.")]
+    assert before.keys() == after.keys() and all(torch.equal(before[key], after[key]) for key in weights)
+    assert any(not torch.equal(before[key], newer[key]) for key in weights)
+    for key, value in before.items():  # of batch norm: the second run went on counting
+        assert "num_batches_tracked" not in key or after[key] == value + 1
+    if name == "dlrm":
+        wrong = make_run(tmp_path / "no", start | {"rows": [41, 7, 20]})
+        with pytest.raises(CheckpointError, match="for table2, .* has .19, 4., but this model needs .20, 4."):
+            check_start(prepare(name_step(wrong), Layout()))
 
 
 def test_a_trained_decoder_becomes_a_llama(tmp_path: Path) -> None:

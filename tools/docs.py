@@ -21,16 +21,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
+import support_table as support
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from typer.models import ArgumentInfo, OptionInfo
 from typer.utils import get_params_from_function
 
 import shardwise
-from shardwise import cli, errors, support
+from shardwise import cli, errors
 from shardwise.job import Job
 from shardwise.layout import SCHEDULES, Layout, micro_batch_error
-from shardwise.models.config import Count, ModelConfig
+from shardwise.models.config import Count, LoRA, ModelConfig
 from shardwise.models.gpt_family import DecoderConfig
 from shardwise.models.presets import PRESETS
 from shardwise.models.registry import BUILT_IN
@@ -111,6 +112,7 @@ def job_keys() -> Iterator[tuple[str, str, FieldInfo, str]]:
                 ("model" if kind == "gpt" else f"model: {kind}", section)
                 for kind, section in ((name, family.config) for name, family in BUILT_IN.items())
             ]
+            sections.append(("model.lora", LoRA))
         elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             sections.append((name, field.annotation))
     for section, kind in sections:
@@ -165,6 +167,8 @@ def value_of(field: FieldInfo) -> str:
     options = [part for part in get_args(kind) if part is not type(None)]
     if type(None) in get_args(kind):
         kind = options[0]
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return "a table"
     words = [word for part in options if get_origin(part) is typing.Literal for word in get_args(part)]
     if get_origin(kind) is typing.Literal:
         return _words(get_args(kind))
@@ -180,6 +184,8 @@ def value_of(field: FieldInfo) -> str:
     if get_origin(kind) is dict:
         return "a table of numbers"
     if get_origin(kind) is tuple and ... in get_args(kind):
+        if get_args(kind)[0] is str:
+            return "list of texts"
         return f"list of {_words(words)}" if words else "list of integers >= 1"
     if get_origin(kind) is tuple:
         return "two numbers >= 0, < 1"
@@ -325,9 +331,7 @@ def _cell(verdicts: dict[Any, Any], schedule: str, zero: int, recompute: str, no
     kinds: dict[str, list[str]] = {}
     for words, support_of in verdicts.items():
         if (words.schedule, words.zero, words.recompute) == (schedule, zero, recompute):
-            short = {support.EXACT: "exact", support.EXACT_AT_COST: "exact, at a cost", support.REFUSED: "refused"}[
-                support_of.verdict
-            ]
+            short = {support.EXACT: "exact", support.EXACT_AT_COST: "exact, at a cost"}[support_of.verdict]
             label = f"{short} ({notes[support_of.explanation]})" if support_of.explanation else short
             kinds.setdefault(label, []).append(words.precision)
     if len(kinds) == 1:

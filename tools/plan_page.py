@@ -15,12 +15,13 @@ from pathlib import Path
 from string import Template
 
 from shardwise.cluster import GIB
+from shardwise.console import format_seconds
 from shardwise.draw import svg_text
 from shardwise.files import require_parent_folder, write_text
 from shardwise.layout import micro_batch_error
 from shardwise.planner.estimate import Prediction
 from shardwise.planner.plan import ACCURACY_SENTENCE, Plan, make_estimator, plan_job, time_breakdown
-from shardwise.planner.show import MEMORY_PARTS, format_exposed, format_seconds, title, training_summary
+from shardwise.planner.show import MEMORY_PARTS, format_exposed, title, training_summary
 from shardwise.schedules.simulate import TimelineEvent, named_program, simulate
 
 TEMPLATE = Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))

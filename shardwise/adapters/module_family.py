@@ -32,6 +32,7 @@ from shardwise.adapters.split_attention import SPLIT
 from shardwise.adapters.task import DatasetSource, Task, flatten_batch, load_python_task
 from shardwise.adapters.tensor_plan import make_sharding_plan
 from shardwise.errors import JobError
+from shardwise.models import lora
 from shardwise.models.config import ModelConfig
 from shardwise.models.family import Family
 from shardwise.models.layers import Linear
@@ -145,6 +146,8 @@ class ModuleFamily(Family):
         module, init = build_deferred(task.build, seed)
         state: dict[str, Any] = {"ids": None, "stream": None}
         replace_dropout(module, seed, state)
+        if config.lora is not None:
+            lora.add_adapters(module, config.lora)
         _, spec = flatten_batch(task.example(2, config.sequence), 2)
         anatomy = self.anatomy(config, module, state)
         for name, parameter in module.named_parameters():
@@ -154,6 +157,8 @@ class ModuleFamily(Family):
             linear.__class__ = Linear  # which can compute in FP8
         chain = ModuleChain(module, task, spec, anatomy, self._plan(config, module, anatomy), init, state)
         chain.initial = self.pretrained_weights(config, chain) or init
+        if config.lora is not None:
+            lora.adapt_chain(chain, module, config.lora)
         return chain
 
     def build_on_meta(self, config: Any, seed: int = 0) -> ModuleChain:
@@ -278,7 +283,10 @@ class ModuleFamily(Family):
             for name, parameter in module.named_parameters():
                 parameter.copy_(init.value(name))
         module.__dict__["shardwise_state"] = state
-        return module.to(dtype).train()
+        module = module.to(dtype).train()
+        if config.lora is not None:
+            lora.add_initialized(module, config.lora, meta_chain(config), seed)
+        return module
 
     def reference_loss(self, config: Any, module: nn.Module, samples: Any) -> Tensor:
         """Returns the loss of a batch, as a mean over its targets."""

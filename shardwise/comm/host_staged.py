@@ -6,8 +6,6 @@ is refused here too. A backend in Python needs PyTorch's c10d internals; in this
 `collectives.py` are the ones that touch them.
 """
 
-from __future__ import annotations
-
 from datetime import timedelta
 from typing import Any
 

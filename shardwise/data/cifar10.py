@@ -1,13 +1,9 @@
 """Reads CIFAR-10 as published: 50,000 training and 10,000 test images of 32 x 32 pixels in ten classes.
 
-The binary version has records of 3,073 bytes: the class, then the red, green and blue planes. It is memory-mapped.
-The Python version is six pickled dictionaries with `data`, a numpy array (images, 3072), and `labels`, a list.
-Unpickling can run code, so a restricted unpickler allows the few functions that numpy arrays need and rejects
-everything else.
+The binary version has records of 3,073 bytes: the class, then the red, green and blue planes. It is memory-mapped. The
+Python version is pickled, and unpickling can run code, so it is not read.
 """
 
-import io
-import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -40,8 +36,6 @@ class CifarFile:
     def images_and_labels(self) -> tuple[np.ndarray, np.ndarray]:
         """Images (n, 3072) and labels (n,), both uint8."""
         try:
-            if self.path.suffix != ".bin":
-                return _read_pickle(self.path)
             num_records = self.path.stat().st_size // (1 + IMAGE_BYTES)
             shape = (num_records, 1 + IMAGE_BYTES)
             # An empty file cannot be mapped.
@@ -55,10 +49,10 @@ class CifarFile:
         images, labels = self.images_and_labels
         invalid = np.flatnonzero(labels >= NUM_CLASSES)
         for number in invalid.tolist():
-            byte_offset = f" (byte {number * (1 + IMAGE_BYTES):,})" if self.path.suffix == ".bin" else ""
+            where = f"{self.path}, record {number + 1} (byte {number * (1 + IMAGE_BYTES):,})"
             reason = f"class {labels[number]}, but CIFAR-10 has classes 0 to {NUM_CLASSES - 1}."
-            bad_records.report(DataError(f"{self.path}, record {number + 1}{byte_offset}: {reason}"))
-        if self.path.suffix == ".bin" and (remainder := self.path.stat().st_size % (1 + IMAGE_BYTES)):
+            bad_records.report(DataError(f"{where}: {reason}"))
+        if remainder := self.path.stat().st_size % (1 + IMAGE_BYTES):
             where = f"{self.path}, record {len(images) + 1} (byte {len(images) * (1 + IMAGE_BYTES):,})"
             bad_records.report(DataError(f"{where}: the file ends after {remainder} of {1 + IMAGE_BYTES:,} bytes."))
         return np.setdiff1d(np.arange(len(images)), invalid, assume_unique=True)
@@ -100,10 +94,8 @@ class Cifar10(ImageSource):
 def open_cifar10(path: str, bad_records: BadRecords, augment: ImageAugmentation | None) -> tuple[Cifar10, Cifar10]:
     """Opens the training and test images in `path`, which has either the six files or the unpacked archive's folder."""
     folder = Path(path).expanduser()
-    folders = [folder, folder / "cifar-10-batches-bin", folder / "cifar-10-batches-py"]
-    candidates = [(candidate_folder, suffix) for candidate_folder in folders for suffix in (".bin", "")]
-    for candidate_folder, suffix in candidates if path else []:
-        files = [candidate_folder / f"{name}{suffix}" for name in (*TRAIN_FILES, TEST_FILE)]
+    for candidate in (folder, folder / "cifar-10-batches-bin") if path else ():
+        files = [candidate / f"{name}.bin" for name in (*TRAIN_FILES, TEST_FILE)]
         existing = [file for file in files if file.is_file()]
         if existing and len(existing) < len(files):
             missing = next(file for file in files if file not in existing)
@@ -114,37 +106,6 @@ def open_cifar10(path: str, bad_records: BadRecords, augment: ImageAugmentation 
             batches = [CifarFile(file) for file in files]
             return Cifar10(batches[:-1], bad_records, augment), Cifar10(batches[-1:], bad_records)
     raise DataError(
-        f"data.path = {path!r} has no CIFAR-10 files. Download cifar-10-binary.tar.gz or cifar-10-python.tar.gz "
-        f"from {HOMEPAGE}, unpack it into {f'{folder}' if path else 'a folder'}, and set data.path to that folder."
+        f"data.path = {path!r} has no CIFAR-10 files in binary form. Download cifar-10-binary.tar.gz from {HOMEPAGE}, "
+        f"unpack it into {f'{folder}' if path else 'a folder'}, and set data.path to that folder."
     )
-
-
-# Python 3 pickles bytes with `encode` in protocol 2.
-_ALLOWED_GLOBALS = {("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")}
-for _core in ("numpy.core", "numpy._core"):
-    _ALLOWED_GLOBALS |= {(f"{_core}.multiarray", "_reconstruct"), (f"{_core}.numeric", "_frombuffer")}
-
-
-class _RestrictedUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in _ALLOWED_GLOBALS:
-            raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no CIFAR-10 file does")
-        return super().find_class(module, name)
-
-
-def _read_pickle(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    try:
-        loaded = _RestrictedUnpickler(io.BytesIO(path.read_bytes()), encoding="bytes").load()
-        values = {key.decode() if isinstance(key, bytes) else key: value for key, value in loaded.items()}
-        data, label_list = values["data"], values["labels"]
-        if not isinstance(data, np.ndarray) or data.dtype != np.uint8:
-            raise ValueError("its data is not an array of bytes")
-        images = data.reshape(-1, IMAGE_BYTES)
-        labels = np.array([min(max(int(label), -1), 255) for label in label_list]).astype(np.uint8)
-        if len(labels) != len(images):
-            raise ValueError(f"it has {len(images)} images but {len(labels)} labels")
-    except OSError:
-        raise
-    except Exception as error:  # a malformed pickle can raise anything
-        raise DataError(f"{path} is not a CIFAR-10 file: {error}. Download it again from {HOMEPAGE}.") from None
-    return images, labels

@@ -247,11 +247,8 @@ def _plan_layout(job: Job, nodes: int, world_size: int | None) -> tuple[Layout, 
         if given_layout is None or given_layout.schedule in AUTO_SCHEDULES:
             raise
         reason_text = f"no prediction: {error}"  # the layout runs, but the planner cannot estimate it
-        return (
-            given_layout,
-            {**local_machine.layout_record(prepare(job, given_layout)), "reason": reason_text},
-            reason_text,
-        )
+        record = local_machine.layout_record(prepare(job, given_layout)) | {"reason": reason_text}
+        return given_layout, record, reason_text
     local_machine.check_memory(job, plan)
     is_fixed = given_layout is not None and given_layout.schedule not in AUTO_SCHEDULES
     layout = given_layout if given_layout is not None and is_fixed else plan.best.layout

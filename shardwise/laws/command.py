@@ -24,12 +24,12 @@ if TYPE_CHECKING:  # both import PyTorch, which a fit does without
 
 
 def design_text(
-    budget: str, budgets: int, sizes: int, spread: float, family: str, out: Path, settings: Sequence[str],
-    parameter_scope: str, as_json: bool,
+    budget: str, budgets: int, sizes: int, spread: float, out: Path, settings: Sequence[str], parameter_scope: str,
+    as_json: bool,
 ) -> str:  # fmt: skip
     """Writes the grid of jobs and returns a table of them."""
     low, high = parse_budget(budget)
-    jobs = design_grid(low, high, budgets, sizes, spread, family, settings, parameter_scope, out)
+    jobs = design_grid(low, high, budgets, sizes, spread, settings, parameter_scope, out)
     paths = write_grid(jobs, out)
     rows = []
     for grid_job, path in zip(jobs, paths, strict=True):

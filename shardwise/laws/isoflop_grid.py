@@ -51,14 +51,14 @@ class GridJob:
 
 
 def design_grid(
-    low: float, high: float, budgets: int, sizes: int, spread: float, family: str, settings: Sequence[str],
-    parameter_scope: str, folder: Path,
+    low: float, high: float, budgets: int, sizes: int, spread: float, settings: Sequence[str], parameter_scope: str,
+    folder: Path,
 ) -> list[GridJob]:  # fmt: skip
     """Returns jobs by ascending budget and size; sizes range from 1/spread to spread times the middle size."""
     check_parameter_scope(parameter_scope)
     if not 1 <= spread <= 1000:
         raise JobError(f"--spread {spread}: it must be from 1 to 1000.")
-    template = make_template(family, settings, high)
+    template = make_template(settings, high)
     jobs = []
     for flops in np.geomspace(low, high, budgets) if budgets > 1 else [high]:
         middle = math.sqrt(flops / 6 / TOKENS_PER_PARAMETER)
@@ -90,14 +90,14 @@ def write_grid(jobs: Sequence[GridJob], folder: Path) -> list[Path]:
     return paths
 
 
-def make_template(family: str, settings: Sequence[str], flops: float) -> Job:
+def make_template(settings: Sequence[str], flops: float) -> Job:
     """Returns the job with the settings that all jobs of the grid share."""
-    template = load_job(None, [f"model.name={family}", *settings])
+    template = load_job(None, settings)
     model = template.require_decoder()
     conflicting = sorted(set(SIZE_FIELDS) & model.model_fields_set)
     conflicting += sorted({"steps", "tokens", "batch"} & template.model_fields_set)
-    if family != "gpt":
-        raise JobError(f"--model {family}: the grid supports 'gpt' only.")
+    if model.num_experts:
+        raise JobError(f"--set model.name={model.name}: the grid supports dense decoders only.")
     if conflicting:
         raise JobError(f"--set {conflicting[0]}: the grid chooses size, batch and tokens; remove this setting.")
     if "sequence" not in model.model_fields_set:

@@ -1,6 +1,6 @@
 """The config and family of BERT: an encoder trained by masked language modeling."""
 
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -25,11 +25,6 @@ class BertConfig(DecoderConfig):
     """Fraction of the tokens that are predicted; the LM head computes only these."""
     mask_token_id: int = Field(-1, ge=-1)
     """Id of the mask token. -1 reserves the last id of the vocabulary, which the text must not contain."""
-    phase1_sequence: int = Field(0, ge=0, le=10**7)
-    """Sequence length of a first phase with shorter samples; 0: a single phase. Only for planning: train each phase
-    in its own run."""
-    phase1_fraction: float = Field(0.9, ge=0.0, le=1.0)
-    """Fraction of the steps in the first phase, if `phase1_sequence` is set."""
 
     @property
     def resolved_mask_id(self) -> int:
@@ -52,11 +47,6 @@ class BertConfig(DecoderConfig):
         if not fixed or self.kv_heads != self.heads:
             raise ValueError("a BERT has learned positions, LayerNorm, GELU, biases and kv_heads = heads; omit them")
         return self
-
-    def phases(self, steps: int) -> list[tuple[int, Self]]:
-        phase1_steps = round(self.phase1_fraction * steps) if self.phase1_sequence else 0
-        phase1_config = self.model_copy(update={"sequence": self.phase1_sequence})
-        return [(phase1_steps, phase1_config), (steps - phase1_steps, self)] if phase1_steps else [(steps, self)]
 
 
 class BertFamily(GPTFamily):

@@ -15,6 +15,7 @@ from shardwise.models.sharding import ShardingPlan
 from shardwise.random import hash_key, normal_
 
 IGNORE_INDEX = -100  # targets with this value do not count
+COPIED_ELEMENTS = 2**24  # at a time, of a weight that is read from a file
 
 
 class InitialValues:
@@ -123,10 +124,14 @@ def init_slice(chain: Chain, name: str, out: Tensor, shape: torch.Size, offset: 
     if out.numel() == 0:
         return
     if value is not None:
-        out.copy_(value[tuple(slice(first, first + size) for first, size in zip(offset, out.shape, strict=True))])
+        rows = max(1, COPIED_ELEMENTS * len(out) // out.numel()) if out.dim() else 1
+        for number, part in enumerate(out.split(rows) if out.dim() else [out]):
+            start = (offset[0] + number * rows, *offset[1:]) if out.dim() else ()
+            part.copy_(value[tuple(slice(first, first + size) for first, size in zip(start, part.shape, strict=True))])
         return
     init = chain.sharding_plan.init_spec_of(name)
-    if init.kind == "normal":
-        normal_(out, hash_key("init", seed, name), shape, offset, init.std)
+    std = (3 * shape[-1]) ** -0.5 if init.kind == "fan_in" else init.std
+    if std:
+        normal_(out, hash_key("init", seed, name), shape, offset, std)
     else:
         out.fill_(1.0 if init.kind == "ones" else 0.0)

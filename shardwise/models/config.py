@@ -4,9 +4,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from shardwise.errors import shorten
+from shardwise.models.adapter_files import read_adapter_config
 from shardwise.models.presets import PRESETS
 
 MAX_NUMBER = 10**15
@@ -72,6 +73,42 @@ def split_step(weights: str) -> tuple[Path, str]:
     return Path(path if is_step else weights).expanduser(), step if is_step else ""
 
 
+class LoRA(ConfigSection):
+    """Trains low-rank adapters beside the linear layers instead of the model's weights (`model.lora`)."""
+
+    adapter: str = ""
+    """Folder of an adapter of peft to start from, which fills in missing keys."""
+    rank: int = Field(16, ge=1, le=10**5)
+    """Columns of B and rows of A."""
+    alpha: float = Field(0.0, ge=0.0)
+    """The update is multiplied by alpha / rank; 0: twice the rank."""
+    targets: tuple[str, ...] = ()
+    """Layers with an adapter, by name, last part of a name (`q_proj`) or pattern (`block1.*`); none: all linear layers
+    of the blocks, experts included."""
+    ranks: dict[str, int] = {}
+    """Other ranks, by name or pattern of layers."""
+    alphas: dict[str, float] = {}
+    """Other values of alpha, by name or pattern of layers."""
+    init_std: float = Field(0.0, ge=0.0)
+    """Standard deviation of the initial B; 0: training starts at the given model."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_adapter(cls, values: Any) -> Any:
+        folder = values.get("adapter") if isinstance(values, Mapping) else ""
+        return {**read_adapter_config(Path(folder)), **values} if isinstance(folder, str) and folder else values
+
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())
+
+    def rank_of(self, layer: str, matches: Callable[[str, str], bool]) -> int:
+        return next((rank for pattern, rank in self.ranks.items() if matches(layer, pattern)), self.rank)
+
+    def alpha_of(self, layer: str, matches: Callable[[str, str], bool]) -> float:
+        given = next((alpha for pattern, alpha in self.alphas.items() if matches(layer, pattern)), self.alpha)
+        return given or 2.0 * self.rank_of(layer, matches)
+
+
 class ModelConfig(ConfigSection):
     """The base of every family's `[model]` section: the attributes that the rest of the package uses."""
 
@@ -96,6 +133,8 @@ class ModelConfig(ConfigSection):
     weights: str = ""
     """Weights to start from: a run (`runs/first`, `runs/first@200` for a step) or a Hugging Face folder, whose model
     fills in missing keys. Empty: those of the folder that `name` is, otherwise random ones; `random`: always these."""
+    lora: LoRA | None = None
+    """Trains adapters beside the frozen model, such as `{ rank = 16 }`. Not set: all weights are trained."""
 
     @model_validator(mode="before")
     @classmethod
@@ -184,7 +223,3 @@ class ModelConfig(ConfigSection):
         start = split_step(self.weights)[0] if self.weights else None
         folders = (self.pretrained_folder, start)
         return next((folder for folder in folders if folder and (folder / "tokenizer.json").is_file()), None)
-
-    def phases(self, steps: int) -> list[tuple[int, Self]]:
-        """Returns the phases of a run of `steps` steps, as pairs (steps, model config)."""
-        return [(steps, self)]

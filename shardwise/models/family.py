@@ -57,6 +57,13 @@ class Family:
         """Returns the model on the current default device, uninitialized. `seed` keys its dropout masks."""
         chain: Chain = resolve_name(self.builder)(config, seed)
         chain.initial = self.pretrained_weights(config, chain)
+        if config.lora is not None:
+            from shardwise.models.lora import adapt_chain, add_adapters
+
+            if config.lora.adapter:
+                raise JobError("model.lora.adapter: adapters of peft need transformers' module: hf:FOLDER.")
+            add_adapters(chain, config.lora)
+            adapt_chain(chain, chain, config.lora)
         return chain
 
     def build_on_meta(self, config: Any, seed: int = 0) -> Chain:

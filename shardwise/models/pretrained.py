@@ -19,8 +19,10 @@ from shardwise.models.chain import Chain, InitialValues
 from shardwise.models.gpt_family import DecoderConfig
 from shardwise.models.layers import rope_frequencies
 from shardwise.models.pretrained_config import FORMATS, PretrainedFormat, find_format, make_config
+from shardwise.models.sharding import is_adapter
 
-INDEX_FILE = "model.safetensors.index.json"
+WHOLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
+FLOATS = ("F64", "F32", "F16", "BF16")
 # Entries of old files that are no parameters.
 NO_WEIGHTS = ("*.attn.bias", "*.attn.masked_bias", "*.rotary_emb.inv_freq")
 
@@ -48,8 +50,6 @@ def split_parameter(
 def join_parameter(form: PretrainedFormat, config: DecoderConfig, ours: str, read: Callable[[str], Tensor]) -> Tensor:
     """Returns one parameter of ours from the entries of a file."""
     name = their_name(form, ours)
-    if ".bank." in ours:
-        return torch.stack([read(name.format(number)) for number in range(config.num_experts)])
     if ".qkv." in ours and not form.transposed:
         return join_qkv(config, *(read(name.format(part)) for part in "qkv"))
     whole = read(name)
@@ -112,13 +112,31 @@ class Entry:
         return self.view[index] if len(self.shape) else self.read()
 
 
+class StackedExperts:
+    """Weights of experts, stored one by one, as the stacked parameter (experts, rows, columns) that a module has."""
+
+    def __init__(self, experts: list[list[Any]]):
+        self.experts = experts  # of each expert: the matrices whose rows follow each other
+
+    @property
+    def shape(self) -> torch.Size:
+        shapes = [part.shape for part in self.experts[0]]
+        return torch.Size([len(self.experts), sum(shape[0] for shape in shapes), *shapes[0][1:]])
+
+    def __getitem__(self, index: tuple[slice, slice, slice]) -> Tensor:
+        experts, rows, columns = index
+        return torch.stack([torch.cat([part[:, columns] for part in one])[rows] for one in self.experts[experts]])
+
+
 def open_folder(folder: Path, prefix: str) -> dict[str, Entry]:
     """Returns the entries of a folder's safetensors files. `prefix` joins their names if none has it: models without a
     head were saved so."""
     from safetensors import SafetensorError, safe_open
 
     names = sorted(file.name for file in folder.glob("*.safetensors"))
-    if (folder / INDEX_FILE).is_file():
+    if WHOLE_FILE in names:
+        names = [WHOLE_FILE]  # as transformers does; a folder may have the weights in another form beside it
+    elif (folder / INDEX_FILE).is_file():
         try:
             listed = set(parse_json((folder / INDEX_FILE).read_bytes())["weight_map"].values())
             names = sorted(Path(name).name for name in listed)  # no file of another folder is read
@@ -129,10 +147,15 @@ def open_folder(folder: Path, prefix: str) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for name in names:
         try:
+            if not (folder / name).is_file():  # opening a pipe would wait for its writer
+                raise OSError("it is no file")
             file = safe_open(folder / name, "pt")
-        except (OSError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise JobError(f"{folder / name} cannot be read: {error}.") from None
-        entries |= {key: Entry(file, key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
+        found = {key: Entry(file, key) for key in file.keys()}  # noqa: SIM118 - it is no mapping
+        if twice := sorted(entries.keys() & found.keys()):
+            raise JobError(f"{folder} has the weight {twice[0]!r} in two files; remove one of them.")
+        entries |= found
     if prefix and not any(name.startswith(prefix) for name in entries):
         entries = {name if name.startswith("lm_head.") else prefix + name: entry for name, entry in entries.items()}
     return entries
@@ -141,6 +164,8 @@ def open_folder(folder: Path, prefix: str) -> dict[str, Entry]:
 def check_shapes(folder: Path, needed: Mapping[str, torch.Size], found: Mapping[str, Any], unused: set[str]) -> None:
     """Raises JobError if weights are missing, have other shapes, or if there are weights that nothing uses."""
     for name, shape in needed.items():
+        if is_adapter(name):
+            continue
         if name not in found:
             known = next(iter(found), "nothing")
             raise JobError(
@@ -152,6 +177,8 @@ def check_shapes(folder: Path, needed: Mapping[str, torch.Size], found: Mapping[
                 f"{folder}: {name} has shape {tuple(found[name].shape)}, but the model needs {tuple(shape)}; check the "
                 "[model] section against its config.json."
             )
+        if isinstance(found[name], Entry) and (code := found[name].view.get_dtype()) not in FLOATS:
+            raise JobError(f"{folder}: {name} is stored as {code}; save the model in bf16 or float32.")
     if unused := {name for name in unused if not any(fnmatchcase(name, pattern) for pattern in NO_WEIGHTS)}:
         raise JobError(f"{folder} has the weight {min(unused)!r}, which the model has not; is its config.json right?")
 
@@ -182,4 +209,6 @@ class PretrainedWeights(InitialValues):
         theirs = their_name(self.form, name)
         if theirs in self.entries and ".qkv." not in name and not self.form.transposed:
             return self.entries[theirs]
+        if ".bank." in name:
+            return StackedExperts([[self.entries[theirs.format(number)]] for number in range(self.config.num_experts)])
         return join_parameter(self.form, self.config, name, lambda entry: self.entries[entry][:])

@@ -8,6 +8,17 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 
+def is_adapter(parameter: str) -> bool:
+    """Whether this is the name of an adapter's parameter (`shardwise.models.lora`)."""
+    return parameter.endswith(("lora_A", "lora_B"))
+
+
+def base_weight(adapter: str) -> str:
+    """Returns the name of the weight that an adapter's parameter belongs to."""
+    name = adapter.removesuffix("lora_A").removesuffix("lora_B")
+    return f"{name}weight" if name.endswith(".") else name.removesuffix("_")
+
+
 @dataclass(frozen=True)
 class ShardDim:
     """Splits the parameters that match `parameter` along `dim`. `unit` rows, such as those of a head, stay together.
@@ -80,7 +91,8 @@ class VocabLookup(ModuleRule):
 
 @dataclass(frozen=True)
 class InitSpec:
-    """How a parameter is initialized: `normal` with standard deviation `std`, `ones` or `zeros`."""
+    """How a parameter is initialized: `normal` with standard deviation `std`, `ones`, `zeros`, or `fan_in`, which is
+    normal with the variance of PyTorch's linear layers, 1 / (3 x input features)."""
 
     kind: str
     std: float = 0.0
@@ -100,6 +112,14 @@ class ShardingPlan:
     """Patterns of the modules with (sample, position, feature) outputs that `verify` compares, in forward order."""
 
     def shard_dim_of(self, parameter: str) -> ShardDim | None:
+        """Returns how a parameter is split. Of an adapter, A has the columns of its weight, and B the rows; a layer
+        that splits its input gives partial sums either way, and gradients of the whole part are summed."""
+        if is_adapter(parameter):
+            rule = self.shard_dim_of(base_weight(parameter))
+            of_experts = not parameter.endswith((".lora_A", ".lora_B"))
+            own_dim = (1 if parameter.endswith("lora_A") else 0) + of_experts
+            is_split = rule is not None and (rule.dim == own_dim or (of_experts and rule.dim == 0))
+            return rule if is_split else None
         return next((rule for rule in self.shard_dims if fnmatchcase(parameter, rule.parameter)), None)
 
     def init_spec_of(self, parameter: str) -> InitSpec:

@@ -60,6 +60,9 @@ def parallelize(
     precision = Precision(job.precision)
     single_process = is_single_process(layout, precision)
     model = prepared.take_model().to(precision.compute_dtype if single_process else precision.master_dtype)
+    for weight in model.parameters():
+        if not weight.requires_grad:  # nothing is ever added to it, so it needs no master weight
+            weight.data = weight.data.to(precision.compute_dtype)
     chains = [model.slice(*prepared.stages[index]) for index in layout.stages_of(mesh["pipeline"].index)]
 
     param_specs: ParamSpecs = {}

@@ -22,7 +22,6 @@ from shardwise.models.family import Family, TableSpec
 from shardwise.models.registry import family_of
 from shardwise.models.sharding import ShardingPlan
 from shardwise.parallel import context, expert, gradient_reduction, local_sgd, tensor
-from shardwise.support import REFUSED, support
 
 
 @lru_cache(maxsize=4)
@@ -75,7 +74,6 @@ class Prepared:
 
 def prepare(job: Job, layout: Layout) -> Prepared:
     """Checks a job in a layout; raises JobError or LayoutError before any process starts if it cannot run."""
-    job.require_trainable()
     family, config = job.family, job.model
     check_refusals(job, layout)
     model = meta_model(config, job.seed)
@@ -86,9 +84,6 @@ def prepare(job: Job, layout: Layout) -> Prepared:
     gradient_reduction.check(job.gradient, layout)
     local_sgd.check(job, layout)
     stages = cut_stages(layout, forward_flops(config))
-    supported = support(layout, job.precision)
-    if supported.verdict == REFUSED:
-        raise LayoutError(f"layout '{layout}': {supported.explanation}")
     if job.compile is True and layout.has_split_backward:
         raise LayoutError(
             f"compile = true with schedule {layout.schedule}: PyTorch cannot split the backward of compiled blocks; "

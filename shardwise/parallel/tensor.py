@@ -30,8 +30,8 @@ from shardwise.errors import LayoutError
 from shardwise.models import sharding
 from shardwise.models.chain import Chain
 from shardwise.models.loss import VocabShard
+from shardwise.models.parametrize import parametrize
 from shardwise.parallel.batch_norm import AllReduceSum
-from shardwise.parallel.precision import parametrize
 
 SEQUENCE_DIM = 1  # of (batch, sequence, hidden)
 Reduction = Callable[[Tensor, Axis], Tensor]
@@ -214,7 +214,6 @@ def _apply_vocab_head(module: Any, axis: Axis) -> None:
     _gather_input(module, axis)
     module.loss_chunk_size *= axis.size  # each rank computes only its part of the logits
     module.vocab_shard = VocabShard(
-        module.first_row,
-        all_reduce_max=lambda numbers: all_reduce(numbers, dist.ReduceOp.MAX, axis=axis),
+        module.first_row, all_reduce_max=lambda numbers: all_reduce(numbers, dist.ReduceOp.MAX, axis=axis),
         all_reduce_sum=lambda numbers: all_reduce(numbers, axis=axis),
-    )
+    )  # fmt: skip

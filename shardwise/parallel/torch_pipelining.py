@@ -25,13 +25,10 @@ from shardwise.comm.axis import StepTimer
 from shardwise.parallel import torch_fsdp
 
 SCHEDULE_CLASSES = {
-    "gpipe": schedules.ScheduleGPipe,
-    "1f1b": schedules.Schedule1F1B,
-    "interleaved": schedules.ScheduleInterleaved1F1B,
-    "zero-bubble": schedules.ScheduleInterleavedZeroBubble,
-    "zbv": schedules.ScheduleZBVZeroBubble,
+    "gpipe": schedules.ScheduleGPipe, "1f1b": schedules.Schedule1F1B, "interleaved": schedules.ScheduleInterleaved1F1B,
+    "zero-bubble": schedules.ScheduleInterleavedZeroBubble, "zbv": schedules.ScheduleZBVZeroBubble,
     "dualpipev": schedules.ScheduleDualPipeV,
-}
+}  # fmt: skip
 PipelineOrder = Mapping[int, Sequence[Any]]  # the actions of each pipeline rank, with the fields of PyTorch's `_Action`
 
 

@@ -173,9 +173,8 @@ def _ideal_times(machine: Machine, model: DecoderConfig, precision: str, degrees
 STEP_SAMPLES = 4  # samples per measured training step on a GPU
 WARMUP_STEPS = 100  # before measuring, since a cool GPU is faster
 MODEL_KINDS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "gpt-2": {"norm": "layer", "activation": "gelu", "bias": True, "positions": "learned"},
-}
+    "llama": {}, "gpt-2": {"norm": "layer", "activation": "gelu", "bias": True, "positions": "learned"},
+}  # fmt: skip
 KERNEL_CATEGORIES = {"matmul": "matmul", "attention": "attention", "memory": "elementwise"}
 KERNELS_PER_BLOCK = 72  # of a block's forward and backward, as `BlockTimeModel` counts them
 

@@ -1,11 +1,10 @@
 """Predicts step time and memory of a layout in closed form, fast enough for a search over many layouts.
 
-Pipeline time comes from the closed form of the schedule (`shardwise.schedules.closed_form`): exact for equal stages, a
-lower bound otherwise. With an `EngineModel`, `predict` simulates the schedule; the search does so for its finalists.
+`predict` simulates the pipeline schedule. The search first asks for a lower bound of its time
+(`shardwise.schedules.closed_form`), and simulates only layouts that can be among the best.
 """
 
-from collections import Counter
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from math import log2
 from typing import NamedTuple
@@ -15,7 +14,6 @@ from shardwise.planner.costs import memory_model
 from shardwise.planner.costs.block_time import BlockTimeModel, KernelProfile, ModuleTime, ParallelDegrees
 from shardwise.planner.costs.cached import cached_by
 from shardwise.planner.costs.engine_memory import EngineModel
-from shardwise.planner.costs.engine_traffic import engine_traffic
 from shardwise.planner.costs.machine import Machine
 from shardwise.planner.costs.memory_model import FrameworkProfile, MemoryInputs, RankMemory, StageLayers
 from shardwise.planner.costs.model_shape import ModelShape
@@ -32,7 +30,7 @@ class Workload:
     kernel_profile: KernelProfile
     samples: int
     framework_profile: FrameworkProfile = FrameworkProfile()
-    # Our engine's exact stages, memory and traffic, if known. Otherwise stages are split as evenly as possible.
+    # Our engine's exact stages and memory, if known. Otherwise stages are split as evenly as possible.
     engine: EngineModel | None = None
 
 
@@ -46,8 +44,6 @@ class Prediction:
     update: float  # seconds of the optimizer update
     memory: tuple[RankMemory, ...]
     exposed: dict[str, float]  # seconds of communication that does not overlap with compute, by axis
-    # Bytes per step that each pipeline rank communicates, by axis; empty without an `EngineModel`.
-    traffic: tuple[dict[str, int], ...] = ()
 
     @property
     def peak_memory(self) -> float:
@@ -111,26 +107,15 @@ class Estimator:
         self.time_model = BlockTimeModel(machine, work.shape, work.kernel_profile)
         self.gathers_per_block = 1  # FSDP gathers a block's weights in one collective
         self.reduced_gradient_bytes = work.framework_profile.gradient_bytes
+        self.schedule_time: ScheduleTime = step_seconds
 
     def predict(self, layout: Layout) -> Prediction:
-        """Returns the full prediction; simulates the schedule if there is an `EngineModel`."""
-        pipeline = self.pipeline_time(layout, lower_bound if self.work.engine is None else step_seconds)
+        """Returns the full prediction."""
+        pipeline = self.pipeline_time(layout, self.schedule_time)
         bubble = 1.0 - self.micro_batches(layout) * self.slowest_rank_time(layout) / pipeline
         _, update = self.per_step_times(layout)
         memory = tuple(self.memory(layout, rank) for rank in range(layout.pipeline))
-        parts = update, memory, self.exposed(layout), tuple(self.traffic(layout))
-        return Prediction(layout, self.step_time(layout, pipeline), bubble, *parts)
-
-    def traffic(self, layout: Layout) -> Iterator[dict[str, int]]:
-        """Yields bytes by axis of each pipeline rank, if there is an `EngineModel` for the layout."""
-        engine, micro_batches = self.work.engine, self.micro_batches(layout)
-        if engine is not None and layout.context == layout.expert == 1:
-            program = self.auto_schedule(layout).program if self.is_auto_schedule(layout) else None
-            for rank in range(layout.pipeline):
-                totals: Counter[str] = Counter()
-                for (axis, _), size in engine_traffic(engine, layout, rank, micro_batches, program).items():
-                    totals[axis] += size
-                yield dict(totals)
+        return Prediction(layout, self.step_time(layout, pipeline), bubble, update, memory, self.exposed(layout))
 
     def memory(self, layout: Layout, rank: int) -> RankMemory:
         """Returns the memory of a pipeline rank."""
@@ -166,9 +151,13 @@ class Estimator:
         limit = self.machine.device.memory
         return all(self.memory(layout, rank).total <= limit for rank in self.stages(layout).representative_ranks)
 
-    def predict_seconds(self, layout: Layout, schedule_time: ScheduleTime = lower_bound) -> float:
-        """Returns the seconds of a step if its pipeline takes what `schedule_time` says: a bound or a simulation."""
-        return self.step_time(layout, self.pipeline_time(layout, schedule_time))
+    def predict_seconds(self, layout: Layout) -> float:
+        """Returns the seconds of a step."""
+        return self.step_time(layout, self.pipeline_time(layout, self.schedule_time))
+
+    def min_seconds(self, layout: Layout) -> float:
+        """Returns a lower bound of `predict_seconds` that takes no simulation."""
+        return self.step_time(layout, self.pipeline_time(layout, lower_bound))
 
     def pipeline_time(self, layout: Layout, schedule_time: ScheduleTime) -> float:
         """Returns the seconds of all micro-batches of a step."""

@@ -13,7 +13,7 @@ from shardwise.console import pluralize
 from shardwise.errors import LayoutError
 from shardwise.job import Job, load_job
 from shardwise.layout import Layout, solve_batch
-from shardwise.parallel.prepare import prepare
+from shardwise.parallel.prepare import meta_model, prepare
 from shardwise.parallel.torch_pipelining import PipelineOrder
 from shardwise.planner.costs.block_time import KernelProfile
 from shardwise.planner.costs.engine_memory import EngineModel
@@ -49,7 +49,6 @@ class Plan:
     evaluated: int
     seconds: float  # duration of the search
     shape: ModelShape
-    phases: tuple[tuple[int, int, float], ...]  # of each phase: steps, tokens or samples per step, seconds per step
 
     def __str__(self) -> str:
         best, memory = self.best, f"{self.best.peak_memory / GIB:.3g} of {self.cluster.device.memory / GIB:.3g} GiB"
@@ -81,7 +80,7 @@ class Plan:
     @property
     def training_seconds(self) -> float:
         """Duration of the whole training with the best layout."""
-        return sum(steps * seconds for steps, _, seconds in self.phases)
+        return self.job.total_steps * self.best.seconds
 
     @property
     def goodput(self) -> ExpectedGoodput:
@@ -91,25 +90,22 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         hours = self.training_seconds / 3600
-        steps = sum(steps for steps, _, _ in self.phases)
         layouts = [self._layout_as_dict(*pair) for pair in zip(self.layouts, self.reasons, strict=True)]
         return {
             "search_seconds": self.seconds, "evaluated": self.evaluated, "layouts": layouts,
             "near_misses": list(self.near_misses),
-            "training": {"steps": steps, "hours": hours, "device_hours": hours * self.devices},
+            "training": {"steps": self.job.total_steps, "hours": hours, "device_hours": hours * self.devices},
             "goodput": asdict(self.goodput),
         }  # fmt: skip
 
     def _layout_as_dict(self, prediction: Prediction, reason: str) -> dict[str, Any]:
-        axes = dict.fromkeys(axis for rank in prediction.traffic for axis in rank)
-        traffic = {axis: max(rank.get(axis, 0) for rank in prediction.traffic) for axis in axes}
         return {
             "layout": str(prediction.layout), "fits": self.fits(prediction), "step_seconds": prediction.seconds,
             "tokens_per_second_per_device": self.tokens_per_second(prediction),
             "model_flops_per_device": self.flops(prediction),
             "hardware_flops_per_device": self.hardware_flops(prediction),
             "peak_memory_gib": prediction.peak_memory / GIB, "bubble": prediction.bubble, "exposed": prediction.exposed,
-            "reason": reason, "traffic": traffic, "traffic_by_rank": prediction.traffic,
+            "reason": reason,
         }  # fmt: skip
 
 
@@ -142,7 +138,7 @@ def make_plan(
     reasons = ("", *(explain_gap(estimator, best, other) for other in result.best[1:]))
     return Plan(
         job, cluster, best.layout.world, result.best, reasons, neighbours, result.evaluated, result.seconds,
-        estimator.work.shape, tuple(_phases(job, cluster, best)),
+        estimator.work.shape,
     )  # fmt: skip
 
 
@@ -188,22 +184,26 @@ def _is_runnable(job: Job, layout: Layout) -> bool:
     return True
 
 
-def _phases(job: Job, cluster: Cluster, best: Prediction) -> Iterator[tuple[int, int, float]]:
-    for steps, phase_job in job.phases():
-        seconds = best.seconds if phase_job is job else make_estimator(phase_job, cluster).predict(best.layout).seconds
-        yield steps, phase_job.samples * phase_job.model.sequence_length, seconds
+def _trained_fraction(job: Job) -> float:
+    """Returns the fraction of the weights that are trained; others are frozen beside adapters, or by the user."""
+    if job.model.lora is None and not job.model.passes_batch:
+        return 1.0
+    weights = list(meta_model(job.model, job.seed).parameters())
+    return sum(weight.numel() for weight in weights if weight.requires_grad) / sum(weight.numel() for weight in weights)
 
 
 def make_estimator(job: Job, cluster: Cluster) -> Estimator:
-    machine = Machine(cluster, efficiency_of(cluster.device.family, cluster.measured))
+    trained = _trained_fraction(job)
+    machine = Machine(cluster, efficiency_of(cluster.device.family, cluster.measured), trained)
     kernel_profile = KernelProfile(job.precision)
     if cluster.device.family == "cpu":  # no fused loss: separate operators for upcast, log-softmax and gather
         kernel_profile = KernelProfile(job.precision, loss_bytes_per_logit=53.0)
     shape = shape_of(job.model, kernel_profile.itemsize)
     estimator_class = OperatorListEstimator if isinstance(shape, OperatorListModel) else Estimator
     compiled = bool(cluster.measured.get("compiled")) and job.compile is not False
-    engine = EngineModel(job.require_decoder(), job.precision, compiled) if shape.has_exact_cost_model else None
-    framework_profile = engine_profile(job.precision, job.optimizer)
+    is_exact = shape.has_exact_cost_model and job.model.lora is None
+    engine = EngineModel(job.require_decoder(), job.precision, compiled) if is_exact else None
+    framework_profile = engine_profile(job.precision, job.optimizer, trained)
     if cluster.device.family == "cpu":
         framework_profile = replace(framework_profile, fixed_bytes=CPU_PROCESS_BYTES)
     return estimator_class(machine, Workload(shape, kernel_profile, job.samples, framework_profile, engine=engine))

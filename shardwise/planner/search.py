@@ -6,9 +6,9 @@ shard (ZeRO 1, 2, 3) over all of them or within one domain; every schedule with 
 or full recomputation.
 
 Three lower bounds of the step time prune it: the compute of a class, which is all layouts with the same degrees and
-micro-batch size; the time of a layout's slowest rank; and the closed form of its schedule, exact for equal stages. A
-class or layout is dropped if its bound exceeds the upper bounds of the best layouts so far. The rest is simulated in
-order of the closed form until no other layout can be faster, so the result equals that of simulating everything.
+micro-batch size; the time of a layout's slowest rank; and a bound of its schedule. A class or layout is dropped if its
+bound exceeds the times of the best layouts so far. The rest is simulated, so the result equals that of simulating
+everything.
 """
 
 import time
@@ -21,12 +21,11 @@ from typing import Any
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout, micro_batch_error
 from shardwise.planner.estimate import Estimator, Prediction, StagePartition
-from shardwise.schedules.closed_form import upper_bound
 
 MICRO_BATCHES = tuple(2**n for n in range(17))  # above 32 only with at most 65,536 positions
 STAGES_PER_RANK = (2, 3, 4, 6, 8)
 RECOMPUTE_CHOICES = ("none", "selective", "full")
-BoundedLayouts = list[tuple[float, Layout]]  # each with a lower bound of its step time
+TimedLayouts = list[tuple[float, Layout]]  # each with its step time, or with a lower bound of it
 LAYOUT_FIELDS = tuple(field.name for field in fields(Layout))
 
 
@@ -45,13 +44,8 @@ def search(estimator: Estimator, devices: int, keep: int = 10) -> SearchResult:
         samples = estimator.work.samples
         raise LayoutError(f"no layout of {devices} devices splits {samples} samples evenly; change one of them.")
     classes.sort(key=lambda pair: pair[0])
-    finalists, evaluated = _finalists(estimator, classes, keep)
-    best: list[Prediction] = []
-    for lower_bound, layout in finalists:
-        if len(best) == keep and lower_bound >= best[-1].seconds:
-            break
-        insort(best, estimator.predict(layout), key=lambda prediction: prediction.seconds)
-        del best[keep:]
+    fastest, evaluated = _fastest_layouts(estimator, classes, keep)
+    best = [estimator.predict(layout) for _, layout in fastest]
     if not best:  # micro-batch 1 and full recomputation need the least memory
         layouts = (layout for _, base in classes if base.micro_batch == 1 for layout in class_layouts(estimator, base))
         recomputed = [layout for layout in layouts if layout.recompute == "full"]
@@ -61,16 +55,16 @@ def search(estimator: Estimator, devices: int, keep: int = 10) -> SearchResult:
     return SearchResult(tuple(best), evaluated, time.perf_counter() - begin)
 
 
-def _finalists(estimator: Estimator, classes: BoundedLayouts, keep: int) -> tuple[BoundedLayouts, int]:
-    """Returns the layouts that can be among the best, sorted by their lower bound, and how many it examined."""
+def _fastest_layouts(estimator: Estimator, classes: TimedLayouts, keep: int) -> tuple[TimedLayouts, int]:
+    """Returns the fastest layouts that fit, with their step times, and how many layouts it examined."""
     limit, evaluated = estimator.machine.device.memory, 0
     optimizer_bytes = estimator.work.framework_profile.optimizer_bytes
     jitter = estimator.jitter(classes[0][1].world)
-    finalists: BoundedLayouts = []
+    fastest: TimedLayouts = []
     schedules_by_shape: dict[tuple[int, int], list[tuple[str, int, StagePartition]]] = {}
-    ceilings = [inf] * keep  # upper bounds of the best so far
+    slowest = inf  # seconds of the last of the `keep` fastest so far
     for lower_bound, base in classes:
-        if lower_bound >= ceilings[-1]:
+        if lower_bound >= slowest:
             break
         engine, micro_batches = estimator.work.engine, estimator.micro_batches(base)
         key = base.pipeline, micro_batches
@@ -87,19 +81,18 @@ def _finalists(estimator: Estimator, classes: BoundedLayouts, keep: int) -> tupl
                     evaluated += 1
                     busy = micro_batches * load.slowest_rank_time(stages) / estimator.efficiency.uncontended_speedup
                     floor = (busy + estimator.efficiency.fixed_seconds) * jitter
-                    if floor > ceilings[-1]:
+                    if floor > slowest:
                         continue
                     ranks = stages.distinct_ranks
                     if engine and engine.min_memory(candidate, ranks, micro_batches, optimizer_bytes) > limit:
                         continue
                     layout = _replace_unchecked(candidate, schedule=schedule, virtual=virtual)
-                    if not estimator.fits(layout):
+                    if not estimator.fits(layout) or estimator.min_seconds(layout) >= slowest:
                         continue
-                    finalists.append((estimator.predict_seconds(layout), layout))
-                    insort(ceilings, estimator.predict_seconds(layout, upper_bound))
-                    del ceilings[keep:]
-    finalists.sort(key=lambda pair: pair[0])
-    return finalists, evaluated
+                    insort(fastest, (estimator.predict_seconds(layout), layout), key=lambda pair: pair[0])
+                    del fastest[keep:]
+                    slowest = fastest[-1][0] if len(fastest) == keep else inf
+    return fastest, evaluated
 
 
 def _replace_unchecked(layout: Layout, **values: Any) -> Layout:

@@ -4,6 +4,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwise.cluster import GIB
+from shardwise.console import format_count
 from shardwise.planner.costs.memory_model import RankMemory
 from shardwise.planner.costs.model_shape import OperatorListModel
 from shardwise.planner.estimate import Prediction
@@ -35,7 +36,7 @@ def show_plan(plan: Plan, console: Console) -> None:
 
 def title(plan: Plan) -> str:
     model, shape, device = plan.job.model, plan.shape, plan.cluster.device
-    active = f" ({_format_count(shape.active_parameters)} active)" if shape.experts else ""
+    active = f" ({format_count(shape.active_parameters)} active)" if shape.experts else ""
     parts = f"{shape.layers} layers of width {shape.width}"
     if isinstance(shape, OperatorListModel):
         parts = f"{shape.layers} modules"
@@ -45,16 +46,9 @@ def title(plan: Plan) -> str:
             parts += f", {size / plan.best.layout.data:.0f} in each rank's host memory"
     length = f" of {model.sequence_length} tokens" if model.throughput_unit == "tokens" else ""
     return (
-        f"{model.name}: {_format_count(shape.parameters)} parameters{active}, {parts}; batch of {plan.job.samples} "
+        f"{model.name}: {format_count(shape.parameters)} parameters{active}, {parts}; batch of {plan.job.samples} "
         f"samples{length} in {plan.job.precision}, on {plan.devices} x {device.name} ({device.memory / GIB:.0f} GiB)"
     )
-
-
-def _format_count(number: float) -> str:
-    for unit, size in (("trillion", 1e12), ("billion", 1e9), ("million", 1e6)):
-        if number >= size:
-            return f"{number / size:.4g} {unit}"
-    return f"{number:,.4g}" if number < 1e4 else f"{number:,.0f}"
 
 
 def layouts_table(plan: Plan, wide: bool) -> Table:
@@ -73,10 +67,6 @@ def layouts_table(plan: Plan, wide: bool) -> Table:
             f"{p.peak_memory / GIB:.1f}", f"{100 * p.bubble:.1f}%", *([format_exposed(p), reason] if wide else []),
         )  # fmt: skip
     return table
-
-
-def format_seconds(seconds: float) -> str:
-    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
 def format_exposed(prediction: Prediction) -> str:
@@ -106,13 +96,9 @@ def _group_ranks(memories: tuple[RankMemory, ...]) -> list[tuple[int, int, RankM
 
 
 def training_summary(plan: Plan) -> str:
-    seconds, hours = plan.training_seconds, plan.training_seconds / 3600
-    steps = sum(steps for steps, _, _ in plan.phases)
-    count = sum(steps * per_step for steps, per_step, _ in plan.phases)
+    seconds, hours, job = plan.training_seconds, plan.training_seconds / 3600, plan.job
+    count = format_count(job.total_steps * job.samples * job.model.sequence_length)
     time = f"{hours / 24:.1f} days" if hours > 48 else f"{hours:.1f} hours" if hours > 1 else f"{seconds:.0f} s"
-    unit, samples = plan.job.model.throughput_unit, plan.job.samples
-    lengths = [f"{count_of_phase} of {per_step / samples:.0f} {unit}" for count_of_phase, per_step, _ in plan.phases]
-    phase_text = f" ({', '.join(lengths)})" if len(lengths) > 1 else ""
-    line = f"{steps} steps{phase_text}, {_format_count(count)} {unit}: {time}"
+    line = f"{job.total_steps} steps, {count} {job.model.throughput_unit}: {time}"
     unless = "" if plan.fits(plan.best) else ", if it did fit"
-    return f"{line}, {_format_count(hours * plan.devices)} device-hours{unless}."
+    return f"{line}, {format_count(hours * plan.devices)} device-hours{unless}."

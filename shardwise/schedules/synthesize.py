@@ -1,9 +1,9 @@
 """Synthesizes a pipeline schedule for uneven stages and a memory limit; named schedules assume even stages.
 
 Stages are seldom even: the first has the embedding, the last the head, and layers do not divide evenly. `synthesize`
-runs the list scheduler with many priority rules, then improves the best result by reordering its critical path. Named
-schedules that fit are candidates too, so the result is never slower in simulation than the best of them and never
-exceeds the memory limit of a rank.
+runs the list scheduler with many priority rules, then improves the best of them by local search. Named schedules that
+fit are candidates too, so the result is never slower in simulation than the best of them and never exceeds the memory
+limit of a rank.
 
 The search budget counts simulated actions, not seconds, so every rank of a run finds the same schedule. For
 `schedule=auto`, `make_auto_schedule` states the problem of a layout (stage costs, activation memory of a micro-batch,
@@ -19,7 +19,7 @@ from random import Random
 from shardwise.console import pluralize
 from shardwise.errors import LayoutError
 from shardwise.layout import AUTO_SCHEDULES, V_SHAPED, Layout, micro_batch_error
-from shardwise.schedules.closed_form import InFlightCounts
+from shardwise.schedules.closed_form import InFlightCounts, lower_bound
 from shardwise.schedules.list_scheduler import ListScheduler, PriorityRules, SchedulingProblem
 from shardwise.schedules.simulate import Action, Simulation, StageCosts, build_program, named_program, simulate
 
@@ -31,7 +31,8 @@ def synthesize(problem: SchedulingProblem, effort: int = 200_000) -> Simulation:
     """Returns the fastest schedule that fits: tries many priority rules, then improves the best by local search.
     `effort`: simulated actions to spend on each phase of the search."""
     named = min(named_candidates(problem), key=lambda schedule: schedule.seconds, default=None)
-    floor = _time_lower_bound(problem) * (1 + TOLERANCE)
+    shape = "zbv" if problem.is_v_shaped else "zero-bubble", problem.ranks, problem.virtual, problem.micro_batches
+    floor = lower_bound(*shape, problem.costs) * (1 + TOLERANCE)
     if named is not None and named.seconds <= floor:
         return named
     found: list[tuple[float, int, PriorityRules, Simulation]] = []
@@ -56,7 +57,7 @@ def synthesize(problem: SchedulingProblem, effort: int = 200_000) -> Simulation:
             f"fits in memory: a micro-batch takes {sizes} by stage, and the limits by rank are {limits}; use a smaller "
             "micro-batch or more activation checkpointing."
         )
-    best = _merge_backwards(problem, _shorten_critical_path(problem, best, effort // 2, floor))
+    best = _merge_backwards(problem, best)
     return best if named is None or best.seconds < named.seconds * (1 - 1e-9) else named
 
 
@@ -72,20 +73,6 @@ def named_candidates(problem: SchedulingProblem) -> Iterator[Simulation]:
             if problem.fits(program):
                 # Rebuilt from `order`, which splits forward-backward pairs, so each result is sent at once.
                 yield simulate(build_program(program.order), problem.costs)
-
-
-def _time_lower_bound(problem: SchedulingProblem) -> float:
-    """Returns a lower bound for any schedule: a rank's work plus filling and draining the pipeline up to that rank."""
-    costs, owner, m = problem.costs, problem.stage_to_rank, problem.micro_batches
-    best = lead_in = lead_out = 0.0
-    for rank in range(problem.ranks):
-        stages = [stage for stage, owner_rank in enumerate(owner) if owner_rank == rank]
-        forward_and_input = m * sum(costs.forward[s] + costs.backward_input[s] for s in stages)
-        weights = m * sum(costs.backward_weight[s] for s in stages)
-        best = max(best, lead_in + forward_and_input + weights, lead_in + forward_and_input + lead_out)
-        lead_in += costs.forward[rank]
-        lead_out += costs.backward_input[rank]
-    return best
 
 
 def _evaluate_rules(problem: SchedulingProblem, rules: PriorityRules) -> Simulation | None:
@@ -133,7 +120,7 @@ def _round_trips(problem: SchedulingProblem) -> list[int]:
 def _climb(problem: SchedulingProblem, rules: PriorityRules, best: Simulation, effort: int, floor: float) -> Simulation:
     """Randomly varies in-flight limits and gap fraction; keeps every change that is no slower."""
     rng, max_depth = Random(0), problem.micro_batches * problem.virtual
-    for _ in range(_max_tries(best, effort)):
+    for _ in range(min(300, effort // len(best.start_times))):
         if best.seconds <= floor:
             break
         depth = list(rules.max_in_flight)
@@ -147,77 +134,12 @@ def _climb(problem: SchedulingProblem, rules: PriorityRules, best: Simulation, e
     return best
 
 
-def _max_tries(result: Simulation, effort: int) -> int:
-    return min(300, effort // len(result.start_times))
-
-
-def _shorten_critical_path(problem: SchedulingProblem, best: Simulation, effort: int, floor: float) -> Simulation:
-    """Moves one action of the critical path at a time until no move helps."""
-    tries, better = _max_tries(best, effort), True
-    while better and best.seconds > floor:
-        better = False
-        for order in _neighbor_orders(best):
-            if tries <= 0:
-                return best
-            tries -= 1
-            candidate = _simulate_if_valid(problem, order)
-            if candidate is not None and candidate.seconds < best.seconds * (1 - 1e-9):
-                best, better = candidate, True
-                break
-    return best
-
-
 def _simulate_if_valid(problem: SchedulingProblem, order: dict[int, list[Action]]) -> Simulation | None:
     try:
         program = build_program(order)
     except LayoutError:
         return None
     return simulate(program, problem.costs) if problem.fits(program) else None
-
-
-def _neighbor_orders(result: Simulation) -> Iterator[dict[int, list[Action]]]:
-    """Yields orders in which an action of the critical path moves ahead of the one it waited for."""
-    order = result.program.order
-    positions = {action: position for row in order.values() for position, action in enumerate(row)}
-    for rank, early, late in _critical_path_pairs(result):
-        if early[::2] == late[::2] or early[:2] == late[:2]:  # same stage and micro-batch, or same stage and kind
-            continue
-        first = positions[early]
-        yield {**order, rank: _move_action(order[rank], first + 1, first)}
-        if early.kind == "W":  # or move the backward-weight to a later idle gap
-            for gap in _idle_positions(result, rank, first)[:3]:
-                yield {**order, rank: _move_action(order[rank], first, gap - 1)}
-
-
-def _move_action(actions: list[Action], old: int, new: int) -> list[Action]:
-    row = list(actions)
-    row.insert(new, row.pop(old))
-    return row
-
-
-def _critical_path_pairs(result: Simulation) -> Iterator[tuple[int, Action, Action]]:
-    """Yields back-to-back actions of one rank along the critical path, last first: rank, earlier and later action."""
-    program, starts, ends = result.program, result.start_times, result.end_times
-    before: list[int] = []
-    latest = [-1] * program.ranks
-    for position, (rank, *_) in enumerate(program.instructions):
-        before.append(latest[rank])
-        latest[rank] = position
-    position = max(range(len(ends)), key=ends.__getitem__)
-    while position >= 0:
-        previous, waits = before[position], program.instructions[position][2]
-        if previous >= 0 and ends[previous] >= starts[position]:
-            yield program.instructions[position][0], program.actions[previous], program.actions[position]
-            position = previous
-        else:
-            position = waits
-
-
-def _idle_positions(result: Simulation, rank: int, after: int) -> list[int]:
-    """Returns the positions after `after` in a rank's order before which it idles, and the end."""
-    own = [i for i, step in enumerate(result.program.instructions) if step[0] == rank]
-    starts, ends = result.start_times, result.end_times
-    return [*(k for k in range(after + 2, len(own)) if starts[own[k]] > ends[own[k - 1]]), len(own)]
 
 
 def _merge_backwards(problem: SchedulingProblem, result: Simulation) -> Simulation:

@@ -207,10 +207,8 @@ class DCPWriter(dcp.FileSystemWriter):
                 file = (storage.relative_path, storage.offset, storage.length)
                 pieces.append([*file, list(chunk.offsets), list(chunk.sizes)])
             self.index[name] = {
-                "dtype": dtype_name(tensor.properties.dtype),
-                "shape": list(tensor.size),
-                "pieces": pieces,
-            }
+                "dtype": dtype_name(tensor.properties.dtype), "shape": list(tensor.size), "pieces": pieces,
+            }  # fmt: skip
 
 
 class DCPReader(dcp.FileSystemReader):

@@ -1,15 +1,16 @@
 """`shardwise export`: writes the weights of a run as a folder that transformers loads.
 
-Weights are read and written a file at a time, so host memory holds one file, not the model. The folder appears under
-its name once it is complete.
+Weights are read and written one by one, so host memory holds the largest of them, not the model. The folder appears
+under its name once it is complete.
 """
 
 import json
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,24 @@ import torch
 from torch import Tensor
 
 from shardwise.adapters.function_modes import KeepFloat64
-from shardwise.console import format_count
 from shardwise.errors import CheckpointError, JobError, RunError
 from shardwise.files import write_text
 from shardwise.job import Job
+from shardwise.models.adapter_files import write_adapter
 from shardwise.models.chain import Chain, init_slice
+from shardwise.models.config import LoRA, ModelConfig
+from shardwise.models.lora import is_transposed, matches
 from shardwise.models.pretrained import INDEX_FILE, open_folder
-from shardwise.train import checkpoint_folder
+from shardwise.models.sharding import is_adapter
 from shardwise.train.checkpoint import weight_pieces
-from shardwise.train.dcp_storage import Index, Pieces, dtype_name, read_index, read_pieces
+from shardwise.train.checkpoint_folder import CheckpointGroup, find_newest_valid
+from shardwise.train.dcp_storage import Index, Pieces, dtype_name, dtype_of, read_index, read_pieces
 from shardwise.train.local_machine import require_memory
 from shardwise.train.run_folder import RunFolder
+from shardwise.train.warm_start import run_weights
 
+DTYPE_CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
+               torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "float64": torch.float64}
 # What travels with the weights of a folder: tokenizer, chat template, generation settings.
 COPIED_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
@@ -41,14 +48,18 @@ TOLERANCE = 1e-10
 class Export:
     """A checkpoint of a run, to be written in the format of Hugging Face."""
 
-    job: Job
+    job: Job  # without adapters, which are merged into the weights
     checkpoint: Path
     step: int
     dtype: torch.dtype
+    lora: LoRA | None = None
 
     @cached_property
     def model(self) -> Chain:
-        return self.job.family.build_on_meta(self.job.model, self.job.seed)
+        model = self.job.family.build_on_meta(self.job.model, self.job.seed)
+        if self.lora is not None:
+            model.initial = run_weights(self.job) or model.initial
+        return model
 
     @cached_property
     def index(self) -> Index:
@@ -56,54 +67,95 @@ class Export:
 
     def write(self, folder: Path, max_file_bytes: int) -> int:
         """Writes config and weights; returns the bytes of the weights."""
-        from safetensors.torch import save_file
-
         job, source = self.job, self.job.model.pretrained_folder
         config = job.family.export_config(job.model) | {"dtype": dtype_name(self.dtype)}
         write_text(folder / "config.json", json.dumps({**config, "torch_dtype": config["dtype"]}, indent=2) + "\n")
         for pattern in COPIED_FILES if source is not None else ():
-            for file in source.glob(pattern):  # type: ignore[union-attr]
+            for file in filter(Path.is_file, source.glob(pattern)):  # type: ignore[union-attr]
                 shutil.copy(file, folder)
         files = list(self._files(max_file_bytes))
         total, places = 0, dict[str, str]()
-        for number, shapes in enumerate(files, start=1):
+        for number, units in enumerate(files, start=1):
             name = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            tensors = self.job.family.export_weights(job.model, self.read(shapes))
-            total += sum(tensor.nbytes for tensor in tensors.values())
-            places |= dict.fromkeys(tensors, name)
-            save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, folder / name, {"format": "pt"})
-            (folder / name).chmod(0o644)  # it is written for its owner alone
+            entries = {key: tensor for unit in units for key, tensor in self._convert(unit).items()}
+            values = chain.from_iterable(self._convert(self.read(unit)).values() for unit in units)
+            write_safetensors(folder / name, entries, values)
+            total += sum(entry.nbytes for entry in entries.values())
+            places |= dict.fromkeys(entries, name)
         if len(files) > 1:
             index = {"metadata": {"total_size": total}, "weight_map": places}
             write_text(folder / INDEX_FILE, json.dumps(index, indent=1))
         return total
 
-    def _files(self, limit: int) -> Iterator[dict[str, torch.Size]]:
-        """Yields name and shape of the tensors of each file: parameters, and buffers that belong to the state."""
-        state, buffers = set(self.model.state_dict()), self.model.named_buffers()
-        shapes = {name: parameter.shape for name, parameter in self.model.named_unique_parameters()}
-        shapes |= {name: b.shape for name, b in buffers if name in state and f"buffers.{name}" in self.index}
-        file: dict[str, torch.Size] = {}
-        for name, shape in shapes.items():
-            if file and sum(one.numel() for one in (*file.values(), shape)) * self.dtype.itemsize > limit:
-                yield file
-                file = {}
-            file[name] = shape
-        yield file
+    def _convert(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return self.job.family.export_weights(self.job.model, tensors)
 
-    def read(self, shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
+    def _files(self, limit: int) -> Iterator[list[dict[str, Tensor]]]:
+        """Yields what each file holds, on the meta device: parameters, and buffers that belong to the state, in units
+        that are converted together."""
+        state, buffers = set(self.model.state_dict()), self.model.named_buffers()
+        found: dict[str, Tensor] = dict(self.model.named_unique_parameters())
+        found |= {name: b for name, b in buffers if name in state and f"buffers.{name}" in self.index}
+        meta = {name: torch.empty(one.shape, dtype=self._dtype(one), device="meta") for name, one in found.items()}
+        whole, unit, file = self._convert(meta), dict[str, Tensor](), list[dict[str, Tensor]]()
+        for name, tensor in meta.items():
+            unit[name] = tensor
+            if any(key not in whole or part.shape != whole[key].shape for key, part in self._convert(unit).items()):
+                continue  # files have one entry for this and the next parameters, such as q, k and v
+            if file and sum(one.nbytes for part in (*file, unit) for one in part.values()) > limit:
+                yield file
+                file = []
+            file, unit = [*file, unit], {}
+        yield [*file, unit] if unit else file
+
+    def _dtype(self, tensor: Tensor) -> torch.dtype:
+        return self.dtype if tensor.is_floating_point() else tensor.dtype
+
+    def read(self, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Reads tensors from the checkpoint; parameters that nothing trained have their initial values."""
         tensors: dict[str, Tensor] = {}
         pieces: Pieces = {}
-        for name, shape in shapes.items():
+        for name, shape in ((name, tensor.shape) for name, tensor in like.items()):
             key = next((f"{kind}.{name}" for kind in ("weights", "buffers") if f"{kind}.{name}" in self.index), "")
-            tensors[name] = torch.empty(shape, dtype=getattr(torch, self.index[key]["dtype"]) if key else None)
+            tensors[name] = torch.empty(shape, dtype=self._dtype(like[name]) if key else None)
             if key:
                 pieces |= weight_pieces({key: tensors[name]})
             else:
                 init_slice(self.model, name, tensors[name], shape, (0,) * len(shape), self.job.seed)
-        read_pieces(self.checkpoint, self.index, pieces, checkpoint_folder.CheckpointGroup())
-        return {name: t.to(self.dtype) if t.is_floating_point() else t for name, t in tensors.items()}
+        read_pieces(self.checkpoint, {key: self.index[key] for key in pieces}, pieces, CheckpointGroup())
+        for name in tensors if self.lora is not None else ():
+            if (update := self._update(name)) is not None:
+                tensors[name] = tensors[name].double() + update
+        return {name: t.to(self._dtype(t)) for name, t in tensors.items()}
+
+    def _update(self, name: str) -> Tensor | None:
+        """Returns what an adapter adds to a weight, if it has one."""
+        assert self.lora is not None
+        owner, _, leaf = name.rpartition(".")
+        prefix, layer = (f"{owner}.", owner) if leaf == "weight" else (f"{name}_", name)
+        if f"weights.{prefix}lora_A" not in self.index:
+            return None
+        down, up = (self._read_adapter(f"{prefix}{matrix}").double() for matrix in ("lora_A", "lora_B"))
+        update = self.lora.alpha_of(layer, matches) / down.shape[-2] * (up @ down)
+        root: Any = getattr(self.model, "root", self.model)
+        return update.mT if is_transposed(root.get_submodule(owner)) else update
+
+    def _read_adapter(self, name: str) -> Tensor:
+        entry = self.index[f"weights.{name}"]
+        tensor = torch.empty(entry["shape"], dtype=dtype_of(entry))
+        pieces = weight_pieces({f"weights.{name}": tensor})
+        read_pieces(self.checkpoint, {f"weights.{name}": entry}, pieces, CheckpointGroup())
+        return tensor
+
+    def write_adapter(self, folder: Path, config: ModelConfig) -> int:
+        """Writes the adapters, for peft; returns their bytes."""
+        chain: Any = self.job.family.build_on_meta(config, self.job.seed)
+        if not hasattr(chain, "root"):
+            raise JobError("peft knows adapters of transformers' modules only (hf:FOLDER); use `shardwise merge`.")
+        names = [name for name, _ in chain.root.named_parameters() if is_adapter(name)]
+        tensors = {name: self._read_adapter(name).to(self.dtype) for name in names}
+        write_adapter(folder, chain.root, tensors, str(config.pretrained_folder or ""))
+        return sum(tensor.nbytes for tensor in tensors.values())
 
     @torch.no_grad()
     def check(self, folder: Path) -> str:
@@ -116,7 +168,7 @@ class Export:
         require_memory(job, 24)  # bytes per parameter: three models in float64
         ours = job.family.build_reference(job.model, job.seed, torch.float64).eval()
         parameters = dict(ours.named_unique_parameters() if isinstance(ours, Chain) else ours.named_parameters())
-        for name, stored in self.read({name: weight.shape for name, weight in parameters.items()}).items():
+        for name, stored in self.read(parameters).items():
             parameters[name].copy_(stored)
         theirs = getattr(transformers, json.loads((folder / "config.json").read_bytes())["architectures"][0])
         transformers.utils.logging.disable_progress_bar()
@@ -137,37 +189,64 @@ class Export:
         return f"checked: {type(module).__name__} loads it, and its logits differ from the run's by {difference:.1e}."
 
 
+def write_safetensors(path: Path, entries: Mapping[str, Tensor], values: Iterable[Tensor]) -> None:
+    """Writes tensors one by one, which safetensors' own function does not; `entries` are they, on the meta device."""
+    header, end = dict[str, Any](__metadata__={"format": "pt"}), 0
+    for name, entry in entries.items():
+        header[name] = {"dtype": DTYPE_CODES[entry.dtype], "shape": list(entry.shape)}
+        header[name]["data_offsets"] = [end, end := end + entry.nbytes]
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for value in values:
+            file.write(value.contiguous().flatten().view(torch.uint8).numpy().data)
+            del value  # before the next one is read
+
+
 def export_run(
-    run: Path, out: Path, step: int | None, dtype: str, max_file_bytes: int, check: bool = False
+    run: Path, out: Path, step: int | None, dtype: str, max_file_bytes: int, check: bool = False, merge: bool = False
 ) -> Iterator[str]:
-    """Exports the newest valid checkpoint of a run, or that of `step`. Yields what was done, in sentences."""
+    """Exports the newest valid checkpoint of a run, or that of `step`. Yields what was done, in sentences. Adapters are
+    exported by themselves, or with `merge` as part of the weights."""
     if dtype not in ("auto", *DTYPES):
         raise JobError(f"--dtype {dtype} is not one of auto, {', '.join(DTYPES)}.")
     if out.exists():
         raise JobError(f"{out} exists; give a folder that does not, so that nothing is overwritten.")
     folder = RunFolder.open(run, weights=True, step=step)
-    choice = checkpoint_folder.find_newest_valid(folder.checkpoints, checkpoint_folder.CheckpointGroup(), step)
+    choice = find_newest_valid(folder.checkpoints, CheckpointGroup(), step)
     if choice.path is None:
         raise CheckpointError(f"{run} has no checkpoint to export; train it first.")
     job = folder.job()
-    export = Export(job, choice.path, choice.manifest["step"], DTYPES.get(dtype) or _folder_dtype(job))
+    lora = job.model.lora
+    if lora is None and merge:
+        raise JobError(f"{run} has no adapters to merge; use `shardwise export`.")
+    if lora is not None and check and not merge:
+        raise JobError("--check compares whole models; use it with `shardwise merge`.")
+    plain = job.model_copy(update={"model": job.model.model_copy(update={"lora": None})})
+    auto = torch.float32 if lora is not None and not merge else _folder_dtype(job)
+    export = Export(plain, choice.path, choice.manifest["step"], DTYPES.get(dtype) or auto, lora)
     temporary = out.with_name(f"{out.name}.partial-{uuid.uuid4().hex[:8]}")
     try:
         temporary.mkdir()
     except OSError as error:
         raise JobError(f"{out} cannot be created: {error.strerror}.") from None
     try:
-        size = export.write(temporary, max_file_bytes)
+        if lora is not None and not merge:
+            size = export.write_adapter(temporary, job.model)
+        else:
+            size = export.write(temporary, max_file_bytes)
         if folder.tokenizer.exists() and not (temporary / "tokenizer.json").exists():
             shutil.copy(folder.tokenizer, temporary)
         checked = export.check(temporary) if check else ""
         temporary.rename(out)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise RunError(f"{out} could not be written: {error.strerror}.") from None
         raise
-    yield f"exported: step {export.step} of {run} to {out}, {format_count(size)}B in {dtype_name(export.dtype)}."
-    if checked:
-        yield checked
+    yield f"exported: step {export.step} of {run} to {out}, {size / 1e9:.3g} GB in {dtype_name(export.dtype)}."
+    yield from [checked] if check else []
 
 
 def _folder_dtype(job: Job) -> torch.dtype:

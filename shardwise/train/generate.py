@@ -14,6 +14,7 @@ from shardwise.models.gpt_family import DecoderConfig
 from shardwise.train.checkpoint import load_weights
 from shardwise.train.local_machine import pick_device, require_memory
 from shardwise.train.run_folder import RunFolder
+from shardwise.train.warm_start import use_run_weights
 
 
 def sample_run(run: Path, prompt: str, tokens: int, temperature: float, seed: int) -> str:
@@ -56,10 +57,11 @@ def load_model(folder: RunFolder, job: Job, device: torch.device) -> Chain:
 @torch.no_grad()
 def load_trained_weights(folder: RunFolder, model: Chain) -> bool:
     """Loads the newest checkpoint, and initial values where nothing is trained; returns whether there is one."""
-    weights = dict(model.named_unique_parameters())
+    job, weights = folder.job(), dict(model.named_unique_parameters())
+    use_run_weights(job, model)
     for name, weight in weights.items():
         if not weight.requires_grad:
-            init_slice(model, name, weight, weight.shape, (0,) * weight.dim(), seed=0)
+            init_slice(model, name, weight, weight.shape, (0,) * weight.dim(), job.seed)
     trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
     return load_weights(folder.checkpoints, trained) is not None
 

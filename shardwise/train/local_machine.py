@@ -17,13 +17,12 @@ import psutil
 import torch
 
 from shardwise.cluster import CLUSTERS, GIB, Cluster, cluster_by_driver_name, find_cluster
-from shardwise.console import format_count, pluralize
+from shardwise.console import format_count, format_seconds, pluralize
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import Job
 from shardwise.layout import Layout
 from shardwise.parallel.prepare import Prepared, meta_model, prepare
 from shardwise.planner.plan import Plan, make_estimator, make_plan
-from shardwise.planner.show import format_seconds
 
 FORKED_PROCESS_BYTES = 0.1 * GIB  # that a worker does not share with the process it was forked from
 

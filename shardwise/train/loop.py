@@ -32,7 +32,7 @@ from shardwise.train.local_machine import local_cluster
 from shardwise.train.metrics_processor import MetricsProcessor, Progress, StopFlag, json_number
 from shardwise.train.run_folder import RunFolder, check_none_lost, check_state, defining_values
 from shardwise.train.validate import validate
-from shardwise.train.warm_start import load_start
+from shardwise.train.warm_start import load_start, use_run_weights
 
 # The phase of the step timer, by the phase that a rank reports in its heartbeat.
 PHASES = {"data": "data", "computing": "compute", "validating": "validation", "saving": "checkpoint"}
@@ -41,6 +41,7 @@ PHASES = {"data": "data", "computing": "compute", "validating": "validation", "s
 def make_engine(prepared: Prepared, device: torch.device) -> Engine:
     """Builds this rank's engine; rank 0 broadcasts a synthesized pipeline order, so that all ranks run the same."""
     job, layout = prepared.job, prepared.layout
+    use_run_weights(job, prepared.model)
     order: PipelineOrder | None = None
     if layout.pipeline > 1 and layout.schedule in AUTO_SCHEDULES:
         if dist.get_rank() == 0:

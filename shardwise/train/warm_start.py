@@ -4,6 +4,7 @@ Weights and buffers are read; optimizer, data and learning rate schedule are new
 positions has more rows than before, the new rows keep their random values.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -11,13 +12,15 @@ from torch.optim import Optimizer
 
 from shardwise.errors import CheckpointError
 from shardwise.job import Job
+from shardwise.models.chain import Chain, InitialValues
 from shardwise.models.config import split_step
+from shardwise.models.lora import AdaptedWeights
 from shardwise.object_store import parse_url
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.prepare import Prepared
 from shardwise.train.checkpoint import collect_pieces, share_tied_weights
 from shardwise.train.checkpoint_folder import CheckpointGroup, find_newest_valid, valid_checkpoints
-from shardwise.train.dcp_storage import CheckpointPiece, Index, Pieces, read_index, read_pieces
+from shardwise.train.dcp_storage import CheckpointPiece, Index, Pieces, dtype_of, read_index, read_pieces
 from shardwise.train.run_folder import RunFolder
 
 
@@ -50,6 +53,48 @@ def name_step(job: Job, previous: Job | None = None) -> Job:
     return job.model_copy(update={"model": job.model.model_copy(update={"weights": f"{run}@{step}"})})
 
 
+class RunWeights(InitialValues):
+    """The weights of a checkpoint, for a model that keeps them frozen."""
+
+    def __init__(self, checkpoint: Path):
+        self.checkpoint, self.index = checkpoint, read_index(checkpoint)
+
+    def value(self, name: str) -> "StoredWeight":
+        return StoredWeight(self, f"weights.{name}")
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A weight of a checkpoint, of which the slices that are asked for are read."""
+
+    weights: RunWeights
+    name: str
+
+    def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
+        entry = self.weights.index[self.name]
+        out = torch.empty([part.stop - part.start for part in index], dtype=dtype_of(entry))
+        piece = CheckpointPiece(out, tuple(part.start for part in index), torch.Size(entry["shape"]))
+        read_pieces(self.weights.checkpoint, {self.name: entry}, {self.name: piece}, CheckpointGroup())
+        return out
+
+
+def use_run_weights(job: Job, model: Chain) -> None:
+    """If the model trains adapters beside the weights of a run, these are its initial values."""
+    if isinstance(model.initial, AdaptedWeights):
+        model.initial.base = run_weights(job) or model.initial.base
+
+
+def run_weights(job: Job) -> RunWeights | None:
+    """Returns the weights of the run that a job starts from, if it starts from a run."""
+    start = _parse(job)
+    if start is None:
+        return None
+    paths = dict(reversed(valid_checkpoints(RunFolder.open(start[0]).checkpoints)))
+    if start[1] not in paths:
+        raise CheckpointError(f"model.weights: {start[0]} has no intact checkpoint of step {start[1]}.")
+    return RunWeights(paths[start[1]])
+
+
 def check_start(prepared: Prepared) -> str:
     """Returns, as a sentence, what the run starts from; raises CheckpointError if the model does not fit."""
     job = prepared.job
@@ -62,9 +107,11 @@ def check_start(prepared: Prepared) -> str:
     choice = find_newest_valid(RunFolder.open(start[0]).checkpoints, CheckpointGroup(), start[1])
     assert choice.path is not None, "name_step found it"
     weights, seed = dict(prepared.model.named_unique_parameters()), choice.manifest["state"]["seed"]
-    if job.seed != seed and not all(weight.requires_grad for weight in weights.values()):
+    if job.seed != seed and job.model.lora is None and not all(weight.requires_grad for weight in weights.values()):
         raise CheckpointError(f"frozen parameters follow from the seed, which was {seed} in {start[0]}; set it again.")
-    shapes = {name: weight.shape for name, weight in weights.items() if weight.requires_grad}
+    has_adapters = job.model.lora is not None
+    shapes = {name: weight.shape for name, weight in weights.items() if weight.requires_grad != has_adapters}
+    shapes |= {table.name: torch.Size((table.rows, table.width)) for table in prepared.tables}
     grown = _grown_rows(job, choice.path, read_index(choice.path), shapes)
     rows = "".join(f"; {name} has {shapes[name][0] - rows} new rows" for name, rows in grown.items())
     return f"starts from the weights of {job.model.weights}{rows}"

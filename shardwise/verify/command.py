@@ -16,7 +16,7 @@ import shardwise
 from shardwise.console import format_count, pluralize
 from shardwise.errors import JobError, UserError
 from shardwise.files import cache_folder, write_text
-from shardwise.job import BatchConfig, Job, load_job
+from shardwise.job import BatchConfig, GradientConfig, Job, load_job
 from shardwise.layout import AXES, Layout
 from shardwise.parallel.prepare import Prepared, meta_model, prepare
 from shardwise.verify.parity import VerifyResult, verify
@@ -41,6 +41,9 @@ def verify_job(
     requested = layouts or ([job.layout] if job.layout != "auto" else [])
     default_layouts = job.family.verify_layouts or DEFAULT_LAYOUTS
     selected = [Layout.parse(text) for text in requested or default_layouts]
+    if job.model.lora is not None:  # with B at zero, most of its gradients would be zero too
+        lora = job.model.lora.model_copy(update={"init_std": job.model.lora.init_std or 0.02})
+        job = job.model_copy(update={"model": job.model.model_copy(update={"lora": lora})})
     if shrink:
         job = shrink_batch(shrink_model(job), selected)
     if not requested:
@@ -114,7 +117,8 @@ def prove(prepared: Prepared, say: Callable[[str], None]) -> None:
     if prepared.family.task(prepared.job.model) is None or prepared.layout.world == 1:
         return
     layout = small_layout(prepared.layout)
-    job = shrink_model(prepared.job).model_copy(update={"precision": "float64", "compile": False})
+    exact = {"precision": "float64", "compile": False, "gradient": GradientConfig()}  # without lossy compression
+    job = shrink_model(prepared.job).model_copy(update=exact)
     job = shrink_batch(job, [layout])
     path = cache_folder() / "proofs" / f"{_fingerprint(prepared, job, layout)}.json"
     if path.exists():

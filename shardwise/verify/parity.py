@@ -28,9 +28,9 @@ from shardwise.comm.objects import all_gather_json
 from shardwise.comm.world import run_world
 from shardwise.data.make_sources import synthetic_source
 from shardwise.data.sample_stream import SampleStream, Subset, job_stream, rank_positions
-from shardwise.errors import RunError
+from shardwise.errors import JobError, RunError
 from shardwise.job import Job
-from shardwise.layout import Layout, solve_batch
+from shardwise.layout import Layout
 from shardwise.models.chain import IGNORE_INDEX
 from shardwise.optim import job_learning_rate, set_learning_rate
 from shardwise.optim.param_shard import ParamShard
@@ -42,14 +42,14 @@ from shardwise.planner.plan import auto_schedule_order
 from shardwise.random import hash_key, normal_
 from shardwise.step import StepResult, step
 from shardwise.train.local_machine import check_compiler, require_memory
-from shardwise.verify.compression_reference import CompressedSumReference
-from shardwise.verify.reference import run_local_sgd_reference, run_steps
+from shardwise.verify.reference import GradientHook, run_local_sgd_reference, run_steps
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-3, "bf16": 1e-1, "fp16": 1e-2, "fp8": 3e-1}
 # Relative to the RMS norm. In half precision, rounding decides which way Adam moves a weight with a tiny gradient.
 NORM_FLOOR = {"float64": 1e-6, "float32": 1e-6, "bf16": 0.1, "fp16": 0.1, "fp8": 0.1}
 # A gradient that is zero in theory (a key's bias under softmax) is rounding noise, of which Adam makes a full step.
 NOISE_NORM, NOISE_FLOOR = 1e-12, 1e-3  # relative to the RMS norm: what counts as noise, and the floor of its weights
+Emulation = Callable[[Job, Layout, int, Any], GradientHook]  # arguments: job, layout, steps and model
 QUANTITIES = ("output", "loss", "gradient", "grad_norm", "weight")  # in the order in which a step computes them
 
 
@@ -96,19 +96,24 @@ class VerifyResult:
 
 
 def verify(
-    job: Job, layouts: list[Layout], steps: int = 3, report: Callable[[VerifyResult], None] = lambda _: None
-) -> list[VerifyResult]:
-    """Compares each layout with the single-process reference. Raises first if the job cannot run in one of them."""
+    job: Job, layouts: list[Layout], steps: int = 3, report: Callable[[VerifyResult], None] = lambda _: None,
+    emulate: Emulation | None = None,
+) -> list[VerifyResult]:  # fmt: skip
+    """Compares each layout with the single-process reference. Raises first if the job cannot run in one of them.
+    `emulate`: for tests, makes a hook for the gradients of the reference that does what the layout does to them."""
     for layout in layouts:
         prepare(job, layout)
+    if job.gradient.compress and emulate is None:
+        compress = f"gradient.compress = {job.gradient.compress!r} is lossy, so no layout equals one process"
+        raise JobError(f'{compress}; verify the layout without it: --set gradient.compress="".')
     if job.compile is True:
         check_compiler()
     require_memory(job, 16, max((layout.world for layout in layouts), default=1))
     reference = run_world(_run_reference, 1, job, steps)[0]
     records = []
     for layout in layouts:
-        if job.gradient.compress or job.local_sgd.every > 1:
-            reference = run_world(_run_reference, 1, job, steps, layout)[0]
+        if emulate is not None or job.local_sgd.every > 1:
+            reference = run_world(_run_reference, 1, job, steps, layout, emulate)[0]
         try:
             record = run_world(_compare_layout, layout.world, job, layout, reference, steps)[0]
         except RunError as error:
@@ -148,21 +153,18 @@ def _learning_rates(job: Job, steps: int) -> list[float]:
     return [job_learning_rate(job, number, steps) for number in range(steps)]
 
 
-def _run_reference(job: Job, steps: int, layout: Layout | None = None) -> list[dict[str, Any]]:
-    """Runs the single-process reference; with a layout, it emulates that layout's gradient compression or local SGD."""
+def _run_reference(
+    job: Job, steps: int, layout: Layout | None = None, emulate: Emulation | None = None
+) -> list[dict[str, Any]]:
+    """Runs the single-process reference; with a layout, it emulates that layout's local SGD."""
     record = partial(record_outputs, meta_model(job.model, job.seed).sharding_plan.compared_modules)
     arguments = job, make_stream(job), _learning_rates(job, steps), record, Precision(job.precision).master_dtype
     if layout is not None and job.local_sgd.every > 1:
         by_replica = run_local_sgd_reference(layout.replicate, arguments)
         records = [{"replicas": list(replicas)} for replicas in zip(*by_replica, strict=True)]
     else:
-        compression: tuple[Any, ...] = ()
-        if layout is not None and layout.data > 1 and not job.family.tables(job.model):
-            # ZeRO 2 and 3 reduce gradients after each micro-batch.
-            fully_sharded = layout.shard > 1 and layout.zero > 1
-            micro_batches = solve_batch(layout, job.samples).micro_batches if fully_sharded else 1
-            compression = (layout.data, micro_batches), partial(CompressedSumReference, job, layout)
-        records = [step_record for step_record, _ in run_steps(*arguments, *compression)]
+        make_hook = partial(emulate, job, layout, steps) if emulate is not None and layout is not None else None
+        records = [step_record for step_record, _ in run_steps(*arguments, make_gradient_hook=make_hook)]
     for result in (replica for step_record in records for replica in step_record.get("replicas", [step_record])):
         result["outputs"] = {name: output_fingerprint(outputs) for name, outputs in result["outputs"].items()}
     return records

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.data.sample_stream import Samples, SampleStream
 from shardwise.job import Job
@@ -21,26 +21,25 @@ from shardwise.models.moe import MoE
 from shardwise.models.resnet import unpack_targets
 from shardwise.verify.dlrm_reference import dlrm_loss, make_table_optimizers, make_tables
 
+GradientHook = Callable[[int, Samples], None]  # called with the number of the step, from 0, and its samples
+
 
 def run_steps(
     job: Job, stream: SampleStream, learning_rates: list[float], record_outputs: Any, dtype: torch.dtype,
-    ranks_and_micro_batches: tuple[int, int] = (1, 1),
-    make_gradient_sum: Callable[[Any], Callable[[str, list[Tensor]], Tensor]] | None = None,
-    replicas_and_index: tuple[int, int] = (1, 0),
+    replicas_and_index: tuple[int, int] = (1, 0), make_gradient_hook: Callable[[Any], GradientHook] | None = None,
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:  # fmt: skip
     """Yields, per step, a record and the live weights. The record has the loss, the gradient norm, the gradients before
     clipping and the weights after the update.
 
-    `make_gradient_sum` returns a function that sums a weight's per-rank gradients of one micro-batch; None is a plain
-    sum. `ranks_and_micro_batches`: how many ranks, and micro-batches per rank, are emulated for that function.
-    `replicas_and_index`: into how many equal parts each batch is split, and which of them to train on."""
+    `replicas_and_index`: into how many equal parts each batch is split, and which of them to train on.
+    `make_gradient_hook`: for tests, returns a function of the model that changes the gradients of each step."""
     model = job.family.build_reference(job.model, job.seed, dtype)
     dense: dict[str, Any] = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
     tables = make_tables(job, dtype)
     weights = tables | dense
     settings, local_batch_size = job.optimizer, job.samples // replicas_and_index[0]
     optimizers = make_reference_optimizers(job, dense) + make_table_optimizers(job, tables)
-    sum_gradients = make_gradient_sum(model) if make_gradient_sum is not None else None
+    gradient_hook = make_gradient_hook(model) if make_gradient_hook is not None else None
     for step_index, lr in enumerate(learning_rates):
         positions = torch.arange(local_batch_size) + step_index * job.samples + replicas_and_index[1] * local_batch_size
         samples = stream.read(positions.numpy())
@@ -63,8 +62,8 @@ def run_steps(
             handle.remove()
         for weight in weights.values():
             weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
-        if sum_gradients is not None and step_index >= job.gradient.uncompressed_steps(len(learning_rates)):
-            sum_per_rank_gradients(job, model, samples, ranks_and_micro_batches, sum_gradients)
+        if gradient_hook is not None:
+            gradient_hook(step_index, samples)
         gradients = {name: weight.grad.to_dense().clone() for name, weight in weights.items()}
         norm = torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt()
         if settings.clip and norm > settings.clip:
@@ -83,32 +82,6 @@ def run_steps(
         yield record | {"weights": updated_weights}, weights
 
 
-def sum_per_rank_gradients(
-    job: Job, model: nn.Module, samples: Samples, ranks_and_micro_batches: tuple[int, int],
-    sum_gradients: Callable[[str, list[Tensor]], Tensor],
-) -> None:  # fmt: skip
-    """Recomputes the gradients of each emulated rank and micro-batch and adds them up with `sum_gradients`."""
-    weights, count = dict(model.named_parameters()), (samples.targets != IGNORE_INDEX).sum()
-    rank_micro_batches = [
-        list(rank_samples.split(rank_samples.ids.numel() // ranks_and_micro_batches[1]))
-        for rank_samples in samples.split(job.samples // ranks_and_micro_batches[0])
-    ]
-    for weight in weights.values():
-        weight.grad = torch.zeros_like(weight)
-    for micro_batches in zip(*rank_micro_batches, strict=True):
-        rank_gradients: list[tuple[Tensor, ...]] = []
-        for micro_batch in micro_batches:
-            logits = model(micro_batch.tokens, ids=micro_batch.ids)
-            targets = micro_batch.targets[:, -logits.shape[1] :]
-            loss = loss_sum(job, logits.flatten(0, 1), targets.flatten())
-            aux_losses: list[Any] = [getattr(module, "aux_loss", None) for module in model.modules()]
-            total_loss = loss / count + sum(aux_loss for aux_loss in aux_losses if aux_loss is not None) / job.samples
-            rank_gradients.append(torch.autograd.grad(total_loss, list(weights.values())))
-        for (name, weight), gradients in zip(weights.items(), zip(*rank_gradients, strict=True), strict=True):
-            assert weight.grad is not None
-            weight.grad += sum_gradients(name, list(gradients))
-
-
 def loss_sum(job: Job, logits: Tensor, targets: Tensor) -> Tensor:
     """Returns the loss summed over targets; with mixup, the weighted sum of the losses of both labels."""
     if "mixup" not in job.data.augment:
@@ -121,7 +94,7 @@ def loss_sum(job: Job, logits: Tensor, targets: Tensor) -> Tensor:
 def run_local_sgd_reference(count: int, arguments: Any) -> list[list[dict[str, Any]]]:
     """Returns each replica's step records, synchronized weights included; `arguments` are those of `run_steps`."""
     job, stream, learning_rates, record, dtype = arguments
-    runs = [run_steps(job, stream, learning_rates, record, dtype, (1, 1), None, (count, n)) for n in range(count)]
+    runs = [run_steps(job, stream, learning_rates, record, dtype, (count, n)) for n in range(count)]
     records: list[list[dict[str, Any]]] = [[] for _ in runs]
     model = job.family.build(job.model, job.seed).to(dtype)
     init_weights(model, job.seed)

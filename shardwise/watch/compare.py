@@ -7,9 +7,10 @@ import numpy as np
 from rich.markup import escape
 from rich.table import Table
 
+from shardwise.console import format_seconds
 from shardwise.errors import JobError
 from shardwise.metrics.trackers import flatten
-from shardwise.watch.page_data import format_seconds, recent_median
+from shardwise.watch.page_data import recent_median
 from shardwise.watch.run_data import RunData, bin_means, bin_starts, goodput, to_json_list
 
 MAX_POINTS = 400

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.console import format_seconds
 from shardwise.errors import LayoutError
 from shardwise.layout import AXES, Layout, micro_batch_error
 from shardwise.metrics import rank_metrics
@@ -42,18 +43,6 @@ def page_data(run: RunData) -> dict[str, Any]:
         "goodput": {"wall_seconds": good.wall_seconds, "share": good.share, "lost_seconds": good.lost_seconds},
         "experts": run.last_record.get("expert_load", []),
     }  # fmt: skip
-
-
-def format_seconds(seconds: float) -> str:
-    if not np.isfinite(seconds):
-        return "unknown"
-    if seconds < 1:
-        return f"{1e3 * seconds:.3g} ms"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if seconds < 60:
-        return f"{seconds:.3g} s"
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d} min"
 
 
 def recent_median(values: np.ndarray, count: int = 50) -> float:
@@ -207,9 +196,8 @@ def mesh_summary(run: RunData) -> dict[str, Any] | None:
     return {
         "axes": [[axis, getattr(layout, axis)] for axis in AXES],
         "waits": {axis: round(share, 4) for axis, share in waits.items() if share > 1e-4},
-        "compute": to_json_list(compute, 3),
-        "stages": run.plan.get("stages", []),
-    }
+        "compute": to_json_list(compute, 3), "stages": run.plan.get("stages", []),
+    }  # fmt: skip
 
 
 def plan_accuracy(run: RunData) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Host memory that holds copies of tensors: one buffer for all of them, page-locked if they come from a GPU."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import weakref

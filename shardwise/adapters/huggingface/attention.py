@@ -5,8 +5,6 @@ a sliding window, a softcap or sinks, keys and values are all-gathered, and tran
 at this rank's positions. Both are registered with transformers under the name "shardwise".
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -5,8 +5,6 @@ their weights. A rank keeps some experts: tokens are sorted by expert, sent to t
 the module's own forward with one expert each, and come back to be weighted and summed.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

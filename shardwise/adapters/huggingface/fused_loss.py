@@ -1,7 +1,5 @@
 """The fused loss of transformers' causal language models: their head computes the loss, and never all logits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

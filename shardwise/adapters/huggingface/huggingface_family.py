@@ -1,7 +1,5 @@
 """The family of transformers' models: built from a config, trained as transformers' own module."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from collections.abc import Mapping
@@ -10,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, ValidationError
 from torch import nn
 
 from shardwise.adapters.anatomy import Anatomy
@@ -45,7 +43,7 @@ TENSOR_PLANS = {"t5": {
 ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout", "dropout_rate")
 
 # Upper bounds of config fields in a small copy of a model.
-LAYER_FIELDS = {"num_hidden_layers": 4, "n_layer": 4, "num_layers": 4}
+LAYER_FIELDS, MAX_LAYERS = {"num_hidden_layers": 4, "n_layer": 4, "num_layers": 4}, 10_000
 WIDTH_FIELDS = {
     "intermediate_size": 48, "ffn_dim": 48, "n_inner": 48, "moe_intermediate_size": 24, "vocab_size": 160,
     "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "head_dim": 8,
@@ -94,7 +92,7 @@ class HuggingFaceConfig(ModuleConfig):
     @property
     def weights_folder(self) -> Path | None:
         folder = self.pretrained_folder
-        has_weights = folder and any(file.suffix in (".safetensors", ".bin") for file in folder.iterdir())
+        has_weights = folder and any(".safetensors" in file.name or file.suffix == ".bin" for file in folder.iterdir())
         return folder if has_weights and not self.weights else super().weights_folder
 
     @property
@@ -114,9 +112,7 @@ class HuggingFaceConfig(ModuleConfig):
     def vocab_size(self) -> int:
         known = int(getattr(self.hf, "vocab_size", 0))
         if self.vocab > known > 0:
-            raise JobError(
-                f"model.vocab = {self.vocab} exceeds the model's {known}; set model.args.vocab_size instead."
-            )
+            raise JobError(f"model.vocab = {self.vocab} exceeds the model's {known}; set model.args.vocab_size.")
         return self.vocab or known
 
     @property
@@ -149,7 +145,10 @@ class HuggingFaceConfig(ModuleConfig):
         """The sizes of the samples of an encoder-decoder; None for other models."""
         if self.kind != "encoder-decoder":
             return None
-        sizes = T5Config(vocab=self.vocab_size, sequence=self.sequence, target_sequence=self.sequence + 8)
+        try:
+            sizes = T5Config(vocab=self.vocab_size, sequence=self.sequence, target_sequence=self.sequence + 8)
+        except ValidationError as error:
+            raise JobError(f"[model]: {error.errors()[0]['msg'].removeprefix('Value error, ')}.") from None
         noise_tokens, spans = sizes.noise_counts(sizes.text_window)
         return sizes.model_copy(update={"target_sequence": noise_tokens + spans + 1})
 
@@ -188,26 +187,32 @@ def _transformers() -> Any:
     return transformers
 
 
+def _refusal(what: str, error: Exception) -> JobError:
+    """Returns, in a sentence, why transformers does not make a config or a model."""
+    reason = f"{type(error).__name__}: {' '.join(str(error).split()).rstrip('.')[:400]}"
+    return error if isinstance(error, JobError) else JobError(f"{what}: {reason}.")
+
+
 @lru_cache(maxsize=8)
 def load_config(config: HuggingFaceConfig) -> Any:
     """Returns the transformers config of a folder or a model type, with the job's fields."""
-    transformers = _transformers()
-    source = config.name.removeprefix("hf:")
-    settings = {"use_cache": False, **TRACEABLE, **config.args}
-    if Path(source, "config.json").is_file():
-        try:
-            found = transformers.AutoConfig.from_pretrained(
-                source, local_files_only=True, trust_remote_code=False, **settings
-            )
-        except (ValueError, OSError, KeyError) as error:
-            raise JobError(f"{source}/config.json cannot be read: {str(error).splitlines()[0]}") from None
-    elif source in transformers.CONFIG_MAPPING:
-        found = transformers.CONFIG_MAPPING[source](**settings)
-    else:
-        hint = "." if "/" in source else f"; {suggest(source, list(transformers.CONFIG_MAPPING))}"
-        raise JobError(
-            f'model.name = "hf:{source}" is neither a folder with a config.json nor a model type of transformers{hint}'
-        )
+    transformers, source = _transformers(), config.name.removeprefix("hf:")
+    place, settings = Path(source, "config.json"), {"use_cache": False, **TRACEABLE, **config.args}
+    try:
+        if place.is_file():
+            options = {"local_files_only": True, "trust_remote_code": False}
+            found = transformers.AutoConfig.from_pretrained(source, **options, **settings)
+        elif source in transformers.CONFIG_MAPPING:
+            found = transformers.CONFIG_MAPPING[source](**settings)
+        else:
+            hint = "." if "/" in source else f"; {suggest(source, list(transformers.CONFIG_MAPPING))}"
+            what = "neither a folder with a config.json nor a model type of transformers"
+            raise JobError(f'model.name = "hf:{source}" is {what}{hint}')
+        layers = max(size for key in LAYER_FIELDS if isinstance(size := getattr(found, key, 0), int))
+        if layers > MAX_LAYERS or "NaN" in found.to_json_string(use_diff=False):
+            raise ValueError(f"it has a field that is NaN, or more than {MAX_LAYERS} layers")
+    except Exception as error:  # noqa: BLE001 - transformers raises what it likes
+        raise _refusal(f"{place} cannot be read" if place.is_file() else f"{config.name}, model.args", error) from None
     for key in ATTENTION_DROPOUTS:
         if key not in config.args and getattr(found, key, None):
             setattr(found, key, 0.0)
@@ -225,9 +230,8 @@ def model_kind(config: HuggingFaceConfig) -> tuple[str, Any]:
         "causal language model": (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.AutoModelForCausalLM),
         "masked language model": (transformers.MODEL_FOR_MASKED_LM_MAPPING, transformers.AutoModelForMaskedLM),
         "encoder-decoder": (transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, transformers.AutoModelForSeq2SeqLM),
-        "image classification": (
-            transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING, transformers.AutoModelForImageClassification
-        ),
+        "image classification": (transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
+                                 transformers.AutoModelForImageClassification),
     }  # fmt: skip
     order = list(kinds)
     if type(hf) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not getattr(hf, "is_decoder", False):
@@ -259,9 +263,7 @@ class HuggingFaceFamily(ModuleFamily):
         return weights
 
     def reference(self, config: Any) -> nn.Module | None:
-        raise JobError(
-            f"{config.name} is transformers' own module, with which every layout is compared; omit --against."
-        )
+        raise JobError(f"{config.name} is transformers' own module, the reference of every layout; omit --against.")
 
     def export_weights(self, config: Any, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         from transformers.core_model_loading import revert_weight_conversion
@@ -279,7 +281,7 @@ class HuggingFaceFamily(ModuleFamily):
         if config.weights_folder is not None:  # as transformers reads them
             model_class = model_kind(config)[1]
             read = model_class.from_pretrained(config.weights_folder, config=copy.deepcopy(config.hf), dtype=dtype)
-            module.load_state_dict(read.state_dict())
+            module.load_state_dict(read.state_dict(), strict=config.lora is None)  # without the adapters
         return module
 
     def shrink(self, config: Any) -> Any:
@@ -342,7 +344,10 @@ def make_task(config: Any) -> Task:
     def build() -> nn.Module:
         own = copy.deepcopy(hf)
         own.architectures = own.architectures or []  # of several heads (DeiT), the first
-        module: nn.Module = model_class.from_config(own)
+        try:
+            module: nn.Module = model_class.from_config(own, dtype=torch.float32)  # else it rounds its buffers
+        except Exception as error:  # noqa: BLE001 - transformers raises what it likes
+            raise _refusal(f"transformers cannot build {config.name}", error) from None
         if expert_count(module):
             for part in module.modules():
                 if hasattr(part, "_is_expert_parallel"):
@@ -388,8 +393,7 @@ def make_task(config: Any) -> Task:
     return Task(
         build, loss, count=lambda batch: (batch["labels"] != -100).sum(), inputs=inputs, configure=configure,
         casts_inputs=False, split_sequence=attend_through_shardwise, dispatch_tokens=dispatch_tokens,
-        trunk=config.trunk, plan=config.tensor_plan,
-        example_batch=example_batch,
+        trunk=config.trunk, plan=config.tensor_plan, example_batch=example_batch,
     )  # fmt: skip
 
 

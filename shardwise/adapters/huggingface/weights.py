@@ -5,30 +5,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.models.chain import InitialValues
-from shardwise.models.pretrained import check_shapes, open_folder
+from shardwise.models.pretrained import StackedExperts, check_shapes, open_folder
 
 # transformers stacks experts that files have one by one: by parameter, the names that an expert's parts may have.
 EXPERT_PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
-
-
-class StackedExperts:
-    """Weights of experts, stored one by one, as the stacked parameter (experts, rows, columns) that a module has."""
-
-    def __init__(self, experts: list[list[Any]]):
-        self.experts = experts  # of each expert: the matrices whose rows follow each other
-
-    @property
-    def shape(self) -> torch.Size:
-        shapes = [part.shape for part in self.experts[0]]
-        return torch.Size([len(self.experts), sum(shape[0] for shape in shapes), *shapes[0][1:]])
-
-    def __getitem__(self, index: tuple[slice, slice, slice]) -> Tensor:
-        experts, rows, columns = index
-        return torch.stack([torch.cat([part[:, columns] for part in one])[rows] for one in self.experts[experts]])
 
 
 class ModuleWeights(InitialValues):

@@ -24,23 +24,6 @@ from shardwise.planner.costs.memory_model import FrameworkProfile, RankMemory, S
 from shardwise.schedules.closed_form import InFlightCounts, schedule_peak_in_flight
 
 
-class ParamSpec(NamedTuple):
-    """One parameter on tensor rank 0."""
-
-    name: str
-    rows: int
-    columns: int
-    is_sharded: bool  # whether the tensor axis splits it
-
-    @property
-    def numel(self) -> int:
-        return self.rows * self.columns
-
-    def shard_numel(self, shards: int) -> int:
-        """Returns the elements of one of `shards` shards, padded to equal size as in collectives."""
-        return ceil(self.rows / shards) * self.columns
-
-
 class EngineModel:
     """Stages, parameters and memory of one job's model in our engine."""
 
@@ -64,29 +47,17 @@ class EngineModel:
         return tuple(StageLayers(n - first - last, first, last) for n, first, last in modules)
 
     @cached_by(lambda _, tensor: tensor)
-    def params_by_module(self, tensor: int) -> dict[str, tuple[ParamSpec, ...]]:
-        """Returns the parameters of `embed`, `block` and `head`; tied ones are in both `embed` and `head`."""
-        params: dict[str, list[ParamSpec]] = {"embed": [], "block": [], "head": []}
+    def params_by_module(self, tensor: int) -> dict[str, dict[str, int]]:
+        """Returns the elements of each parameter of `embed`, `block` and `head` on tensor rank 0; tied ones are in both
+        `embed` and `head`."""
+        params: dict[str, dict[str, int]] = {"embed": {}, "block": {}, "head": {}}
         for name, weight in self._chain.named_parameters(remove_duplicate=False):
-            split = self._chain.sharding_plan.shard_dim_of(name)
-            rows, columns = weight.shape[0], weight[0].numel()
-            is_replicated = split is None or tensor == 1 or not splits_evenly(split, weight.shape, tensor)
-            if not is_replicated and split is not None:
-                rows, columns = (ceil(rows / tensor), columns) if split.dim == 0 else (rows, ceil(columns / tensor))
-            module = name.partition(".")[0].rstrip("0")  # the only block is block0
-            params[module].append(ParamSpec(name, rows, columns, not is_replicated))
-        return {module: tuple(specs) for module, specs in params.items()}
-
-    def parameters(self, layout: Layout, stage: StageLayers) -> Iterator[ParamSpec]:
-        """Yields the parameters of a stage, tied ones once."""
-        params = self.params_by_module(layout.tensor)
-        if stage.first:
-            yield from params["embed"]
-        for _ in range(stage.blocks):
-            yield from params["block"]
-        if stage.last:
-            tied = self._chain.sharding_plan.ties and stage.first
-            yield from (p for p in params["head"] if not (tied and p.name == self._chain.sharding_plan.ties[0][0]))
+            split, numel = self._chain.sharding_plan.shard_dim_of(name), weight.numel()
+            if split is not None and splits_evenly(split, weight.shape, tensor):
+                size = weight.shape[split.dim]
+                numel = numel // size * ceil(size / tensor)
+            params[name.partition(".")[0].rstrip("0")][name] = numel  # the only block is block0
+        return params
 
     @cached_by(lambda _, layout: (layout.tensor, layout.context, layout.micro_batch, layout.has_split_backward))
     def block_sizes(self, layout: Layout) -> "BlockSizes":
@@ -198,16 +169,16 @@ class BlockSizes(NamedTuple):
         if m.positions == "rotary":
             rope_copies = 2 * query + kv / 2 + 4 * engine.master_itemsize * m.sequence * m.head_dim / 2
         gathered_inputs = 2 * gathered_hidden_bytes if t > 1 else 0.0
-        sizes = {module: sum(p.numel for p in specs) for module, specs in params.items()}
-        lm_head = next(p.numel for p in params["head"] if p.name.endswith("project.weight"))
+        sizes = {module: sum(numels.values()) for module, numels in params.items()}
+        lm_head = next(numel for name, numel in params["head"].items() if name.endswith("project.weight"))
         saved_all = shared + hidden_bytes + 2 * gathered_hidden_bytes + rope_copies + num_up_projections * hidden
         if engine.compiles_blocks(layout):
             # The block's input, the residual after attention, one norm; and gathered matmul inputs.
             saved_all = shared + 2 * hidden_bytes + (2 * gathered_hidden_bytes - hidden_bytes if t > 1 else 0.0)
         return cls(
             sizes["embed"], sizes["block"], sizes["head"], lm_head if m.tied else 0,
-            largest_param=max(p.numel for specs in params.values() for p in specs), lm_head=lm_head,
-            largest_matrix=max(p.numel for p in params["block"]), hidden_bytes=hidden_bytes,
+            largest_param=max(numel for numels in params.values() for numel in numels.values()), lm_head=lm_head,
+            largest_matrix=max(params["block"].values()), hidden_bytes=hidden_bytes,
             gathered_hidden_bytes=gathered_hidden_bytes, ffn_hidden=hidden, saved_all=saved_all,
             saved_selective=shared + 2 * gathered_hidden_bytes + (gathered_inputs + 2 * hidden_bytes if t > 1 else 0.0),
             saved_common=shared + gathered_inputs,
@@ -326,5 +297,5 @@ class _PeakCandidates:
         k, s, w = self.k, self.engine.itemsize, self.engine.master_itemsize
         if self.fsdp:
             return (s + w + w / self.layout.shard) * k.embed
-        tokens, *positions = self.engine.params_by_module(self.layout.tensor)["embed"]
-        return self.grad_itemsize * (k.embed - sum(p.numel for p in positions))
+        tokens, *_ = self.engine.params_by_module(self.layout.tensor)["embed"].values()
+        return self.grad_itemsize * tokens

@@ -81,8 +81,9 @@ MIN_KERNEL_SECONDS = 4e-6  # of the shortest kernel
 class Machine:
     """Times operators and collectives on one cluster."""
 
-    def __init__(self, cluster: Cluster, efficiency: Efficiency):
-        self.cluster, self.device, self.efficiency = cluster, cluster.device, efficiency
+    def __init__(self, cluster: Cluster, efficiency: Efficiency, trained: float = 1.0):
+        """`trained`: the fraction of the weights that are, and need gradients."""
+        self.cluster, self.device, self.efficiency, self.trained = cluster, cluster.device, efficiency, trained
 
     def matmul(self, m: float, k: float, n: float, precision: str, groups: float = 1.0, moved: float = 0.0) -> float:
         """Seconds of `groups` batched (m x k) @ (k x n) matmuls; `moved` overrides the bytes they touch."""
@@ -115,7 +116,7 @@ class Machine:
         """Seconds of a linear layer's forward, of its input gradient and of its weight gradient."""
         shapes = (m, k, n), (m, n, k), (k, m, n)
         forward, input_grad, weight_grad = (self.matmul(*sizes, precision, groups, moved) for sizes in shapes)
-        return forward, input_grad, weight_grad
+        return forward, input_grad, self.trained * weight_grad
 
     def attention(
         self, heads: float, queries: float, keys: int, head_dim: int, rope_head_dim: int, causal: bool, precision: str

@@ -38,16 +38,20 @@ def optimizer_state_bytes(optimizer: OptimizerConfig, master_itemsize: float) ->
     return {"lamb": 2 * master_itemsize, "adafactor": 0.0, "muon": master_itemsize, "sgd": momentum}[optimizer.name]
 
 
-def engine_profile(precision: str, optimizer: OptimizerConfig = OptimizerConfig()) -> FrameworkProfile:  # noqa: B008  (it cannot change)
-    """Returns our engine's profile: master weights, and in mixed precision a low-precision copy for the matmuls."""
+def engine_profile(
+    precision: str, optimizer: OptimizerConfig = OptimizerConfig(), trained: float = 1.0  # noqa: B008  (it cannot change)
+) -> FrameworkProfile:  # fmt: skip
+    """Returns our engine's profile: master weights, and in mixed precision a low-precision copy for the matmuls.
+    `trained`: the fraction of the weights that are; others are kept in low precision, without anything else."""
     master_itemsize = 8.0 if precision == "float64" else 4.0
     is_mixed_precision = precision not in ("float64", "float32")
+    kept_bytes = trained * master_itemsize + (1.0 - trained) * (2.0 if is_mixed_precision else master_itemsize)
     return FrameworkProfile(
-        weight_bytes=master_itemsize, sharded_weight_bytes=master_itemsize,
-        compute_copy_bytes=2.0 if is_mixed_precision else 0.0, gradient_bytes=master_itemsize,
-        optimizer_bytes=optimizer_state_bytes(optimizer, master_itemsize),
-        logits=12.0 if is_mixed_precision else 2 * master_itemsize, cast_bytes=16.0 if is_mixed_precision else 0.0,
-        update_bytes=10 * master_itemsize,
+        weight_bytes=kept_bytes, sharded_weight_bytes=kept_bytes,
+        compute_copy_bytes=trained * (2.0 if is_mixed_precision else 0.0), gradient_bytes=trained * master_itemsize,
+        optimizer_bytes=trained * optimizer_state_bytes(optimizer, master_itemsize),
+        logits=12.0 if is_mixed_precision else 2 * master_itemsize,
+        cast_bytes=trained * (16.0 if is_mixed_precision else 0.0), update_bytes=trained * 10 * master_itemsize,
     )  # fmt: skip
 
 

@@ -74,25 +74,16 @@ TrafficCounts = Counter[CollectiveKind]
 
 # By operator: the collective, and the index of the argument that is its larger side, or -1 for its result.
 _COLLECTIVE_OPS = {
-    "c10d.allreduce_": ("all-reduce", 0),
-    "c10d.allreduce_coalesced_": ("all-reduce", 0),
-    "c10d._allgather_base_": ("all-gather", 0),
-    "c10d.allgather_": ("all-gather", 0),
-    "c10d.allgather_into_tensor_coalesced_": ("all-gather", 0),
-    "c10d._reduce_scatter_base_": ("reduce-scatter", 1),
-    "c10d.reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1),
-    "c10d.alltoall_base_": ("all-to-all", 1),
-    "c10d.alltoall_": ("all-to-all", 1),
-    "c10d.broadcast_": ("broadcast", 0),
-    "c10d.send": ("send", 0),
-    "c10d.recv_": ("receive", 0),
-    "_c10d_functional.all_reduce": ("all-reduce", 0),
-    "_c10d_functional.all_reduce_": ("all-reduce", 0),
-    "_c10d_functional.all_gather_into_tensor": ("all-gather", -1),
+    "c10d.allreduce_": ("all-reduce", 0), "c10d.allreduce_coalesced_": ("all-reduce", 0),
+    "c10d._allgather_base_": ("all-gather", 0), "c10d.allgather_": ("all-gather", 0),
+    "c10d.allgather_into_tensor_coalesced_": ("all-gather", 0), "c10d._reduce_scatter_base_": ("reduce-scatter", 1),
+    "c10d.reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1), "c10d.alltoall_base_": ("all-to-all", 1),
+    "c10d.alltoall_": ("all-to-all", 1), "c10d.broadcast_": ("broadcast", 0), "c10d.send": ("send", 0),
+    "c10d.recv_": ("receive", 0), "_c10d_functional.all_reduce": ("all-reduce", 0),
+    "_c10d_functional.all_reduce_": ("all-reduce", 0), "_c10d_functional.all_gather_into_tensor": ("all-gather", -1),
     "_c10d_functional.reduce_scatter_tensor": ("reduce-scatter", 0),
-    "_c10d_functional.all_to_all_single": ("all-to-all", 0),
-    "_c10d_functional.broadcast": ("broadcast", 0),
-}
+    "_c10d_functional.all_to_all_single": ("all-to-all", 0), "_c10d_functional.broadcast": ("broadcast", 0),
+}  # fmt: skip
 _IGNORED_OPS = (
     "c10d.barrier", "c10d.monitored_barrier_", "_c10d_functional.wait_tensor", "_c10d_functional._wrap_tensor_autograd"
 )  # fmt: skip
@@ -230,12 +221,10 @@ class MemoryCommTracker(TorchDispatchMode):
 def axis_by_group(mesh: Mesh) -> dict[str, str]:
     """Maps process group names to axis names; axes that share a group count as the outermost."""
     axes = [
-        ("tied_weights", mesh.tied_stages),
-        ("expert_replicas", mesh["expert_replicas"]),
-        ("replicate x context", mesh["replicas"]),
-        ("shard x context", mesh["fsdp"]),
+        ("tied_weights", mesh.tied_stages), ("expert_replicas", mesh["expert_replicas"]),
+        ("replicate x context", mesh["replicas"]), ("shard x context", mesh["fsdp"]),
         *((name, mesh[name]) for name in ("expert", "world", "data", *reversed(AXES))),
-    ]
+    ]  # fmt: skip
     return {axis.group.group_name: name for name, axis in axes if axis.group is not None}
 
 

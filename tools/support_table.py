@@ -1,8 +1,8 @@
-"""The support table: which combinations of schedule, ZeRO stage, activation checkpointing and precision are supported.
+"""The support table: what each combination of schedule, ZeRO stage, activation checkpointing and precision costs.
 
 The first matching row decides. `exact` means that the layout computes what one device computes, up to rounding. The
-last row matches everything, so every combination has a verdict; `benchmarks/verify_matrix.py` runs all supported ones,
-and `shardwise.parallel` refuses the others.
+last row matches everything, so every combination has a verdict; `benchmarks/verify_matrix.py` runs all of them. What a
+model, a batch or a world size does not allow is refused by `shardwise.parallel.prepare`.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from shardwise.layout import RECOMPUTE, SCHEDULES, SPLIT_BACKWARD, Layout, kept_activation_fraction
 
-EXACT, EXACT_AT_COST, REFUSED = "exact", "exact at a stated cost", "refused"
+EXACT, EXACT_AT_COST = "exact", "exact at a stated cost"
 
 PRECISIONS = ("float64", "float32", "bf16", "fp16", "fp8")
 NO_PIPELINE = "none"  # the schedule of a layout without a pipeline
@@ -36,8 +36,8 @@ class SupportRule:
     zero: tuple[int, ...] = (1, 2, 3)
     recompute: tuple[str, ...] = (*RECOMPUTE, FRACTION)
     precision: tuple[str, ...] = PRECISIONS
-    verdict: str  # `exact`, `exact at a stated cost` or `refused`
-    explanation: str = ""  # the cost, or why it is refused and what to use instead
+    verdict: str  # `exact` or `exact at a stated cost`
+    explanation: str = ""  # the cost
 
     def matches(self, combination: Combination) -> bool:
         return all(value in getattr(self, axis) for axis, value in combination._asdict().items())

@@ -7,16 +7,59 @@ reduces.
 
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from shardwise.data.sample_stream import Samples
 from shardwise.job import Job
-from shardwise.layout import Layout
-from shardwise.models.chain import Chain
+from shardwise.layout import Layout, solve_batch
+from shardwise.models.chain import IGNORE_INDEX, Chain
 from shardwise.random import hash_key, normal_
+from shardwise.verify.reference import GradientHook, loss_sum
 
 RoundTrip = Callable[[Tensor], Tensor]
+
+
+def emulate_compression(job: Job, layout: Layout, steps: int, model: Any) -> GradientHook:
+    """Returns a hook that replaces the gradients of the reference by their compressed sum over the layout's ranks."""
+    # ZeRO 2 and 3 reduce gradients after each micro-batch.
+    fully_sharded = layout.shard > 1 and layout.zero > 1
+    micro_batches = solve_batch(layout, job.samples).micro_batches if fully_sharded else 1
+    compressed_sum = CompressedSumReference(job, layout, model)
+
+    def hook(step_index: int, samples: Samples) -> None:
+        if step_index >= job.gradient.uncompressed_steps(steps):
+            sum_per_rank_gradients(job, model, samples, (layout.data, micro_batches), compressed_sum)
+
+    return hook
+
+
+def sum_per_rank_gradients(
+    job: Job, model: nn.Module, samples: Samples, ranks_and_micro_batches: tuple[int, int],
+    sum_gradients: Callable[[str, list[Tensor]], Tensor],
+) -> None:  # fmt: skip
+    """Recomputes the gradients of each emulated rank and micro-batch and adds them up with `sum_gradients`."""
+    weights, count = dict(model.named_parameters()), (samples.targets != IGNORE_INDEX).sum()
+    rank_micro_batches = [
+        list(rank_samples.split(rank_samples.ids.numel() // ranks_and_micro_batches[1]))
+        for rank_samples in samples.split(job.samples // ranks_and_micro_batches[0])
+    ]
+    for weight in weights.values():
+        weight.grad = torch.zeros_like(weight)
+    for micro_batches in zip(*rank_micro_batches, strict=True):
+        rank_gradients: list[tuple[Tensor, ...]] = []
+        for micro_batch in micro_batches:
+            logits = model(micro_batch.tokens, ids=micro_batch.ids)
+            targets = micro_batch.targets[:, -logits.shape[1] :]
+            loss = loss_sum(job, logits.flatten(0, 1), targets.flatten())
+            aux_losses: list[Any] = [getattr(module, "aux_loss", None) for module in model.modules()]
+            total_loss = loss / count + sum(aux_loss for aux_loss in aux_losses if aux_loss is not None) / job.samples
+            rank_gradients.append(torch.autograd.grad(total_loss, list(weights.values())))
+        for (name, weight), gradients in zip(weights.items(), zip(*rank_gradients, strict=True), strict=True):
+            assert weight.grad is not None
+            weight.grad += sum_gradients(name, list(gradients))
 
 
 class CompressedSumReference:
