@@ -23,9 +23,9 @@ from pathlib import Path
 import shardwise.launch.start
 from shardwise.errors import ShardwiseError
 from shardwise.job import make_job
-from shardwise.train.checkpoint_folder import file_problem
+from shardwise.train.checkpoint_folder import file_problem, parse_manifest, save_order
 from shardwise.train.run_folder import RunFolder
-from shardwise.train.run_store import RunStore, checkpoint_order, local_folder
+from shardwise.train.run_store import RunStore, local_folder
 
 JOB = {
     "precision": "float64", "layout": "replicate=2", "steps": 60,
@@ -77,20 +77,22 @@ def check_store(url: str, scratch: Path) -> None:
     os.environ["SHARDWISE_CACHE"] = str(scratch / "check")
     store, last = RunStore(local_folder(url, "check")), scratch / "newest"
     names = []
-    for name, content, manifest in store.complete():
+    for name, content in store.complete().items():
         path = store.checkpoints / name
         shutil.rmtree(path, ignore_errors=True)
         store.fetch(name, content)
-        assert not [p for file, info in manifest["files"].items() if (p := file_problem(path, file, info))], name
+        assert not [
+            p for file, info in parse_manifest(content)["files"].items() if (p := file_problem(path, file, info))
+        ], name
         names.append(name)
     before = last.read_text() if last.exists() else ""
     if before:
-        assert names and checkpoint_order(names[0]) >= checkpoint_order(before), (names, before)
+        assert names and save_order(names[0]) >= save_order(before), (names, before)
     if names:
         last.write_text(names[0])
         store.download()
         metrics = [record["step"] for record in RunFolder(store.folder).metrics()]
-        assert metrics == list(range(1, len(metrics) + 1)) and len(metrics) >= checkpoint_order(names[0])[0]
+        assert metrics == list(range(1, len(metrics) + 1)) and len(metrics) >= save_order(names[0])[0]
     print(f"complete: {', '.join(names) or 'none'}")
 
 

@@ -21,6 +21,7 @@ from shardwise.train.checkpoint_folder import write_manifest
 from shardwise.train.run_folder import RunFolder
 from shardwise.train.run_store import RunStore
 from shardwise.train.run_uploader import RunUploader
+from shardwise.workers.run_owner import own_run
 
 
 def save(folder: Path, step: int, files: int, size: int) -> Path:
@@ -47,7 +48,7 @@ def main() -> None:
         uploader = RunUploader(store, lambda kind, message: print(kind, message), keep=1)
         remote, size = store.remote, options.mib << 20
         times: dict[str, list[float]] = {"copy": [], "put": []}
-        with store.claimed(print, lambda: None):
+        with own_run(store.folder, print), store.claimed(print, lambda: None):
             for step in range(1, options.repeats + 1):
                 path = save(store.folder, step, options.files, size)
                 begin = time.perf_counter()

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from shardwise.train.run_folder import RunFolder
 from shardwise.train.run_store import RunStore, local_folder
 from shardwise.train.run_uploader import RunUploader
 from shardwise.workers.heartbeat import read_heartbeats
+from shardwise.workers.run_owner import own_run
 
 PORT = 29473
 STEPS = 40
@@ -135,7 +136,7 @@ def test_both_forms_of_a_url_are_the_same() -> None:
 def test_what_is_wrong_with_a_store_is_a_sentence(cache: Path, tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="Protocol not known: foo"):
         ObjectStore("foo://bucket/run")
-    with pytest.raises(StoreError, match="pip install gcsfs"):
+    with pytest.raises(StoreError, match="install gcsfs"):
         ObjectStore("gs://bucket/run")
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="cannot be read: NotADirectoryError"):
@@ -179,21 +180,23 @@ class Launcher:
         self.folder = RunFolder.create(job_of(url)).path if self.is_new else local_folder(url)
         self.store = RunStore(self.folder)
         self.lost = 0
-        self.claim = self.store.claimed(self.said.append, self.lose)
         self.uploader = RunUploader(self.store, lambda kind, text: self.events.append(kind), keep)
 
     def lose(self) -> None:
         self.lost += 1
 
     def __enter__(self) -> Launcher:
-        self.claim.__enter__()
+        with ExitStack() as claim:
+            claim.enter_context(own_run(self.folder, self.said.append))
+            claim.enter_context(self.store.claimed(self.said.append, self.lose))
+            self.claim = claim.pop_all()
         if not self.is_new:
             self.store.restore(self.said.append)
-        self.uploader._stored = {name for name, _, _ in self.store.complete()}
+        self.uploader._stored = set(self.store.complete())
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.claim.__exit__(None, None, None)
+        self.claim.close()
 
     def copy(self) -> bool:
         return self.uploader._try(at_once=True)
@@ -204,7 +207,7 @@ class Launcher:
 
     @property
     def stored(self) -> list[str]:
-        return [name for name, _, _ in self.store.complete()]
+        return list(self.store.complete())
 
 
 @pytest.fixture(params=["file", "s3"])
@@ -247,7 +250,7 @@ def test_what_a_run_has_gone_back_behind_leaves_the_store(url: str, cache: Path,
         assert one.copy() and one.stored == ["step-00000002", "step-00000001"]
         shutil.rmtree(one.store.checkpoints / "step-00000002")
         assert one.copy() and len(one.stored) == 2  # somebody cleans up here: the store keeps it
-        one.store.mark_undone("step-00000002")
+        one.store.undone_mark("step-00000002").touch()
         assert one.copy() and one.stored == ["step-00000001"]
         save(one.folder, 2, b"other")  # the same name, another content
         assert one.copy() and one.stored[0] == "step-00000002"

@@ -76,8 +76,8 @@ def launch(
     worker_pool = WorkerPool(folder.path, server, layout.world)
     if environment is not None and (node := environment.node) is not None:
         slots, timeouts = layout.world // node.count, (job.run.join_timeout, job.run.node_patience)
-        url = parse_url(folder.place)
-        worker_pool = NodeCoordinator(folder.path, server, slots, node, log_event, *timeouts, url)
+        worker_pool = NodeCoordinator(folder.path, server, slots, node, log_event, *timeouts)
+        worker_pool.url = parse_url(folder.place)
     supervisor = Supervisor(
         folder.path, worker_pool, entry, str(layout), layout.world, job.run.max_restarts, job.run.hang_timeout, folder,
         log_event, replan=partial(replan, folder, job) if job.run.elastic else None,

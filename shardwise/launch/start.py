@@ -36,7 +36,7 @@ from shardwise.train import local_machine
 from shardwise.train.generate import generate, load_model
 from shardwise.train.run_folder import RunFolder, check_history, check_same_run
 from shardwise.train.run_store import RunStore, local_folder
-from shardwise.train.run_uploader import AgentFolder, RunUploader
+from shardwise.train.run_uploader import RunUploader, agent_folder
 from shardwise.train.validate import byte_frequency_bits
 from shardwise.train.warm_start import check_start, name_step
 from shardwise.watch.report_page import print_end_of_run
@@ -101,12 +101,8 @@ def _start(load: Callable[[], Job], say: Say, options: StartOptions) -> tuple[Ru
     environment, node = options.environment, options.environment.node
     environment.export()
     if environment.world_size is not None:
-        job = load()
-        if parse_url(options.resume or job.run.folder):
-            raise JobError(
-                "a run folder in an object store needs Shardwise's own launcher; start with --node instead of torchrun "
-                "or a task of srun per process."
-            )
+        if parse_url(options.resume or (job := load()).run.folder):
+            raise JobError("a run in an object store needs --node instead of torchrun or one task of srun per process.")
         return _start_run(job, say, options, None)
     # Started first, because a process without threads or PyTorch state is safe to fork.
     fork_server = ForkServer(WORKER_ENTRY_POINT.partition(":")[0])
@@ -118,8 +114,8 @@ def _start(load: Callable[[], Job], say: Say, options: StartOptions) -> tuple[Ru
             except UserError:
                 run = RunConfig()
             with ExitStack() as uploading:
-                folder_of = AgentFolder(f"node {node.index}", uploading)
-                return None, NodeAgent(node, fork_server, run.join_timeout, folder_of).run()
+                prepare_folder = agent_folder(f"node {node.index}", uploading)
+                return None, NodeAgent(node, fork_server, run.join_timeout, prepare_folder).run()
         return _start_run(load(), say, options, fork_server)
     finally:
         fork_server.close()
@@ -129,10 +125,13 @@ def _start_run(
     job: Job, say: Say, options: StartOptions, fork_server: ForkServer | None
 ) -> tuple[RunFolder, bool]:  # fmt: skip
     with ExitStack() as ownership:
-        environment = options.environment
-        resumed, store = None, None
+        environment, resumed, store = options.environment, None, None
         if options.resume is not None:
-            resumed, store = _open_resumed(options, say, fork_server, ownership)
+            url = parse_url(options.resume)
+            resumed = RunFolder(local_folder(url)) if url else RunFolder.open(options.resume)
+            store = _own(resumed, say, fork_server, ownership) if environment.is_main else None
+            if store is not None:
+                store.restore(say)
         job = previous_job = name_step(job, None if resumed is None else resumed.job())
         nodes = environment.node.count if environment.node is not None else 1
         if resumed is not None:
@@ -155,8 +154,7 @@ def _start_run(
             options.check(prepared, say)
         folder = _open_folder(job, resumed, layout, environment)
         if resumed is None and environment.is_main:
-            ownership.enter_context(own_run(folder.path, say, fork_server))
-            store = _claim_store(folder, say, ownership)
+            store = _own(folder, say, fork_server, ownership)
         if environment.is_main:
             write_text(folder.path / "job.toml", job.to_toml())
             folder.write_plan(record)
@@ -185,23 +183,11 @@ def _start_run(
     return folder, is_finished
 
 
-def _open_resumed(
-    options: StartOptions, say: Say, fork_server: ForkServer | None, ownership: ExitStack
-) -> tuple[RunFolder, RunStore | None]:
-    """Opens the run to resume and owns its folder; one in an object store is first made what the store has."""
-    assert options.resume is not None
-    url, store = parse_url(options.resume), None
-    folder = RunFolder(local_folder(url)) if url else RunFolder.open(options.resume)
-    if options.environment.is_main:
-        ownership.enter_context(own_run(folder.path, say, fork_server))
-        store = _claim_store(folder, say, ownership)
-    if store is not None:
-        store.restore(say)
-    return folder, store
-
-
-def _claim_store(folder: RunFolder, say: Say, ownership: ExitStack) -> RunStore | None:
-    """Makes this launcher the one that writes the run's object store, if it is in one."""
+def _own(
+    folder: RunFolder, say: Say, fork_server: ForkServer | None, ownership: ExitStack
+) -> RunStore | None:  # fmt: skip
+    """Makes this launcher the one that writes the run's folder, and its object store, if it is in one."""
+    ownership.enter_context(own_run(folder.path, say, fork_server))
     store = RunStore.of(folder.path)
     if store is not None:
         ownership.enter_context(store.claimed(say, on_loss=lambda: os.kill(os.getpid(), signal.SIGTERM)))

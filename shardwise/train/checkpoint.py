@@ -54,16 +54,13 @@ __all__ = ["CheckpointManager", "valid_checkpoints", "load_weights"]
 class CheckpointManager:
     """Saves and loads the checkpoints of a run. Every rank must call the same methods in the same order."""
 
-    def __init__(
-        self, folder: Path, keep: int, asynchronous: bool, snapshots: Path | None = None, layout: str = "",
-        on_wait: Callable[[], None] = lambda: None,
-    ):  # fmt: skip
-        """`on_wait`: called every few seconds while a checkpoint is downloaded, which may take long."""
+    def __init__(self, folder: Path, keep: int, asynchronous: bool, snapshots: Path | None = None, layout: str = ""):
         assert keep >= 1, "the newest valid checkpoint is never removed"
         self.folder, self.keep, self.asynchronous = folder, keep, asynchronous
         self.damaged: list[str] = []  # problems of the checkpoints that the last `load` skipped, as sentences
         self.source = ""  # where the last `load` found its state: "memory", "disk", or "" if there was none
-        self.store, self.on_wait = RunStore.of(folder.parent), on_wait
+        self.store = RunStore.of(folder.parent)
+        self.on_wait: Callable[[], None] = lambda: None  # called while a checkpoint is downloaded, which may take long
         self.group = CheckpointGroup.create("" if self.store is None else self.store.id)
         # In a process group of their own, so that they need not wait for a save.
         self.snapshots = (
@@ -77,9 +74,7 @@ class CheckpointManager:
         self._can_stage = threading.Event()
         self._can_stage.set()
         self._damaged_paths: set[Path] = set()
-        self.group.on_rank_zero(self._prepare_folder)
-        if not self.group.has_one_folder:
-            self.group.on_leaders(self._prepare_folder)
+        self.group.on_leaders(self._prepare_folder)
 
     def save(self, step: int, engine: Engine, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Saves everything that training resumes from, after the previous save, whose error it raises. `state` is a
@@ -122,12 +117,6 @@ class CheckpointManager:
 
     def load(self, engine: Engine, optimizer: Optimizer, step: int | None = None) -> dict[str, Any] | None:
         """Loads the newest valid checkpoint or snapshot, or that of `step`; returns its state, or None."""
-        state = self._load(engine, optimizer, step)
-        if self.store is not None and step is None:  # what could not be loaded here must not turn up elsewhere later
-            self.group.on_leaders(lambda: self._remove_after(-1 if state is None else int(state["step"])))
-        return state
-
-    def _load(self, engine: Engine, optimizer: Optimizer, step: int | None) -> dict[str, Any] | None:
         self._wait()
         self.damaged = []
         snapshot = self.snapshots.latest_complete() if self.snapshots is not None and step is None else None
@@ -221,16 +210,13 @@ class CheckpointManager:
     def _write(self, step: int, pieces: Pieces, metadata: str) -> None:
         temporary: Path | None = None
         try:
-            temporary = self.folder / self.group.on_rank_zero(
-                lambda: checkpoint_folder.create_partial(self.folder, step).name
-            )
-            if not self.group.has_one_folder:
-                self.group.on_leaders(lambda: temporary.mkdir(exist_ok=True))
+            created = self.group.on_rank_zero(lambda: checkpoint_folder.create_partial(self.folder, step).name)
+            temporary = self.folder / created
+            self.group.on_leaders(lambda: temporary.mkdir(exist_ok=True))
             files = write_pieces(temporary, pieces, self.group)
             manifest = {**json.loads(metadata), "torch": torch.__version__, "world": self.group.size, "files": files}
             name, kept = self.group.on_rank_zero(lambda: self._commit(step, temporary, manifest))
-            if not self.group.has_one_folder:
-                self.group.on_leaders(lambda: self._follow(temporary, name, kept))
+            self.group.on_leaders(lambda: self._follow(temporary, name, kept))
         except Exception as error:
             if temporary is not None and self.group.rank == self.group.sharing[0]:
                 shutil.rmtree(temporary, ignore_errors=True)
@@ -271,8 +257,8 @@ class CheckpointManager:
     def _remove_after(self, step: int) -> None:
         for number, path in list_checkpoints(self.folder):
             if number > step:
-                if self.store is not None and self.group.rank == 0:
-                    self.store.mark_undone(path.name)
+                if self.store is not None:
+                    self.store.undone_mark(path.name).touch()
                 checkpoint_folder.remove_checkpoint(path)
 
 

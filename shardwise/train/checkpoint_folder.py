@@ -64,13 +64,13 @@ class CheckpointGroup:
     def on_leaders(self, function: Callable[[], object]) -> None:
         """Calls `function` on the first rank of every run folder; raises the first error on every rank."""
         problem = ""
-        if self.rank == self.sharing[0]:
-            try:
+        try:
+            if self.rank == self.sharing[0]:
                 function()
-            except Exception as error:
-                problem = f"rank {self.rank}: {error}"
+        except Exception as error:
+            problem = str(error) if self.has_one_folder else f"rank {self.rank}: {error}"
         if problems := [found for found in self.all_gather(problem) if found]:
-            raise RuntimeError(problems[0])
+            raise CheckpointError(problems[0])
 
     def all_gather(self, value: T) -> list[T]:
         """Returns the values of all ranks, on every rank."""
@@ -98,8 +98,8 @@ def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """Returns step and path of every folder named like a finished checkpoint, newest first."""
     if not folder.is_dir():
         return []
-    finished = [(int(match[1]), path) for path in folder.iterdir() if (match := FOLDER_PATTERN.fullmatch(path.name))]
-    return sorted(finished, key=lambda item: (item[0], _save_number(item[1])), reverse=True)
+    finished = [path for path in folder.iterdir() if FOLDER_PATTERN.fullmatch(path.name)]
+    return [(save_order(path.name)[0], path) for path in sorted(finished, key=lambda path: save_order(path.name))[::-1]]
 
 
 def shared_list(folder: Path, group: CheckpointGroup) -> list[tuple[int, Path]]:
@@ -123,14 +123,15 @@ def valid_checkpoints(folder: Path, has_all: bool = True) -> list[tuple[int, Pat
 
 def next_free_path(folder: Path, step: int) -> Path:
     """Returns a free path for a step. A folder cannot be replaced atomically, so an existing one is kept."""
-    taken = [_save_number(path) for number, path in list_checkpoints(folder) if number == step]
+    taken = [save_order(path.name)[1] for number, path in list_checkpoints(folder) if number == step]
     name = f"step-{step:08d}"
     return folder / (f"{name}.{max(taken) + 1}" if taken else name)
 
 
-def _save_number(path: Path) -> int:
-    match = FOLDER_PATTERN.fullmatch(path.name)
-    return int(match[2] or 0) if match else 0
+def save_order(name: str) -> tuple[int, int]:
+    """Returns the step of a checkpoint and the number of its save."""
+    match = FOLDER_PATTERN.fullmatch(name)
+    return (int(match[1]), int(match[2] or 0)) if match else (-1, 0)
 
 
 class DamagedCheckpoint(Exception):

@@ -82,10 +82,8 @@ class TrainingLoop:
         keep, asynchronous = self.job.checkpoint.keep, self.job.checkpoint.asynchronous
         takes_snapshots = self.job.checkpoint.snapshot_every and not self.engine.has_tables  # tables are too large
         snapshots = Path(self.snapshots) if self.snapshots and takes_snapshots else None
-        self.checkpoints = CheckpointManager(
-            self.folder.checkpoints, keep, asynchronous, snapshots, str(self.layout),
-            on_wait=lambda: self.set_phase("loading", 0),
-        )  # fmt: skip
+        self.checkpoints = CheckpointManager(self.folder.checkpoints, keep, asynchronous, snapshots, str(self.layout))
+        self.checkpoints.on_wait = lambda: self.set_phase("loading", 0)
         self.progress = Progress(self.job.total_steps, self.is_rank_zero, self.job.model.throughput_unit)
         # While opening the sources, every rank finds the same bad records, so only rank 0 logs them. Each later one is
         # found by a single rank.
@@ -215,6 +213,8 @@ class TrainingLoop:
         if state is None:
             load_start(self.job, self.engine, self.optimizer, self.checkpoints.group)
         first = 0 if state is None else int(state["step"])
+        if self.checkpoints.store is not None:  # what could not be loaded here must not turn up elsewhere later
+            self.checkpoints.rewind(first)
         stream = getattr(self.training, "stream", None)
         if stream is not None and state is not None and state["dataset"] is not None:
             index, stream.states[index] = state["dataset"]

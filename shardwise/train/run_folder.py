@@ -33,7 +33,7 @@ from shardwise.files import atomic_write, parse_json, parse_record, write_text
 from shardwise.job import Job, load_job
 from shardwise.object_store import ObjectStore, parse_url
 from shardwise.train.checkpoint_folder import list_checkpoints, read_manifest, valid_checkpoints
-from shardwise.train.run_store import RunStore, fetch_run, local_folder, place_name
+from shardwise.train.run_store import RunStore, fetch_run, local_folder
 
 DISK_FULL_TIMEOUT = 5.0  # seconds to wait for space on a full disk: a checkpoint that did not fit gets removed
 
@@ -85,7 +85,7 @@ class RunFolder:
     @property
     def place(self) -> str:
         """What the user calls this run: the folder, or the URL of which it is a copy."""
-        return place_name(self.path)
+        return store.url if (store := RunStore.of(self.path)) else str(self.path)
 
     def job(self) -> Job:
         return load_job(self.path / "job.toml")

@@ -7,7 +7,6 @@ The nonces are new and the roles differ, so a proof can be neither replayed nor 
 of JSON with an HMAC over its number. Messages of the wrong form are dropped and counted.
 """
 
-import base64
 import hashlib
 import hmac
 import json
@@ -21,7 +20,6 @@ import struct
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -35,7 +33,7 @@ PATIENCE = 0.7  # default of `run.node_patience`
 AGENT_PATIENCE = 15  # times as long if the node's kernel still acknowledges our data: its agent gets no CPU time
 HANDSHAKE_TIMEOUT = 5.0
 NONCE_BYTES = PROOF_BYTES = 32
-MAX_MESSAGE_BYTES, MAX_BRACKETS, MAX_FILE_BYTES = 1 << 18, 64, 1 << 23
+MAX_MESSAGE_BYTES, MAX_BRACKETS = 1 << 18, 64
 MIN_SECRET_LENGTH = 16
 SECRET_HELP = "set SHARDWISE_SECRET to the same value on every node, or SHARDWISE_SECRET_FILE to a file that they share"
 
@@ -68,18 +66,6 @@ def _has_form(value: Any, form: Any) -> bool:
             re.fullmatch("[0-9]{1,7}", rank) and type(value[rank]) is int for rank in value
         )
     return type(value) is form if isinstance(form, type) else type(value) in (int, str) and value in form
-
-
-def pack_file(content: bytes) -> str:
-    return base64.b85encode(zlib.compress(content)).decode()
-
-
-def unpack_file(text: str) -> bytes:
-    """Raises ValueError if the text is not what `pack_file` returns; returns at most MAX_FILE_BYTES."""
-    try:
-        return zlib.decompressobj().decompress(base64.b85decode(text), MAX_FILE_BYTES)
-    except zlib.error as error:
-        raise ValueError(str(error)) from None
 
 
 def parse_message(line: bytes, forms: list[dict[str, Any]]) -> Message:

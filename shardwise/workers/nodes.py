@@ -12,6 +12,7 @@ themselves. Losing node 0 ends the run; `--resume` continues it. A node that get
 is saved, and every node ends.
 """
 
+import base64
 import errno
 import hashlib
 import os
@@ -20,6 +21,7 @@ import select
 import signal
 import socket
 import time
+import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -50,6 +52,7 @@ MAX_REJECTIONS = 5  # consecutive rejections after which an agent gives up
 MAX_HANDSHAKES = 128  # connections that have not proved the secret; a newer one replaces the oldest
 REPORT_INTERVAL = 10.0  # seconds between reports of rejected connections
 EXPLAIN_SECONDS = 5.0  # after which an agent says why it still waits for node 0
+MAX_FILE_BYTES = 1 << 23  # of what an agent sends
 LogEvent = Callable[[str, str], None]
 
 
@@ -86,10 +89,9 @@ class NodeCoordinator(WorkerPool):
 
     def __init__(
         self, run_path: Path, fork_server: ForkServer, slots: int, node: Node, log_event: LogEvent,
-        join_timeout: float = JOIN_TIMEOUT, patience: float = PATIENCE, url: str = "",
+        join_timeout: float = JOIN_TIMEOUT, patience: float = PATIENCE,
     ):  # fmt: skip
         super().__init__(run_path.resolve(), fork_server, slots)
-        self.url = url
         self.node, self.slots_per_node, self.log_event, self.patience = node, slots, log_event, patience
         self._handshakes: list[Handshake] = []
         self._rejected, self._next_report, self._software = 0, 0.0, describe_software()
@@ -172,10 +174,11 @@ class NodeCoordinator(WorkerPool):
                 elif "stop" in message:
                     signal.raise_signal(message["stop"])  # as if this process had been asked
                 elif "file" in message and self.url:
-                    with suppress(ValueError):
+                    with suppress(ValueError, zlib.error):
+                        content = base64.b85decode(message["content"])
                         path = self.run_path / message["file"]
                         path.parent.mkdir(exist_ok=True)
-                        path.write_bytes(node_channel.unpack_file(message["content"]))
+                        path.write_bytes(zlib.decompressobj().decompress(content, MAX_FILE_BYTES))
             self.dispatch(messages, node.index)
 
     def wait_for_slots(self, size: int, timeout: float) -> None:
@@ -401,26 +404,18 @@ class NodeAgent:
             self.preparing = self.threads.submit(self.prepare, command["arguments"][0])
         if not self.preparing.done():
             return False
-        if (folder := self.preparing.result()) != self.folder:
-            self.folder = folder
-            self.sent = self._status_files()  # what is there is from before
-        command["arguments"][0], self.preparing = str(self.folder), None
+        self.folder, self.preparing = self.preparing.result(), None
+        command["arguments"][0] = str(self.folder)
         return True
 
-    def _status_files(self) -> dict[str, int]:
-        """Returns the files that the workers of this node wrote about themselves, with their times."""
-        found = {}
-        for path in [*self.folder.glob("heartbeats/rank-*.*"), *self.folder.glob("errors/*")] if self.folder else []:
-            with suppress(FileNotFoundError):
-                if node_channel.STATUS_FILE.fullmatch(name := f"{path.parent.name}/{path.name}"):
-                    found[name] = path.stat().st_mtime_ns
-        return found
-
     def _send_files(self, channel: NodeChannel) -> None:
-        for name, changed in self._status_files().items():
-            if self.folder is not None and self.sent.get(name) != changed:
-                with suppress(FileNotFoundError):
-                    content = node_channel.pack_file((self.folder / name).read_bytes())
+        """Sends node 0, which has no other way to read them, what the workers of this node write about themselves."""
+        for path in self.folder.glob("*/rank-*") if self.folder is not None else ():
+            name = f"{path.parent.name}/{path.name}"
+            with suppress(FileNotFoundError):
+                changed = path.stat().st_mtime_ns
+                if node_channel.STATUS_FILE.fullmatch(name) and self.sent.get(name) != changed:
+                    content = base64.b85encode(zlib.compress(path.read_bytes())).decode()
                     if len(content) < node_channel.MAX_MESSAGE_BYTES // 2:
                         channel.send({"file": name, "content": content})
                     self.sent[name] = changed

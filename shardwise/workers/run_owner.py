@@ -32,8 +32,11 @@ Say = Callable[[str], None]
 @contextmanager
 def own_run(run: Path, say: Say, fork_server: Any = None) -> Iterator[None]:
     """Owns a run folder; raises JobError if another launcher does. The fork server touches the file, else a thread."""
-    path = run / "owner.json"
-    owner = describe_owner([os.getpid(), *([] if fork_server is None else [fork_server.pid])])
+    path, pids = run / "owner.json", [os.getpid(), *([] if fork_server is None else [fork_server.pid])]
+    owner: Owner = {
+        "token": uuid.uuid4().hex, "host": socket.gethostname(), "machine": _machine(), "pid": pids[0],
+        "time": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()), "processes": [[p, _began(p)] for p in pids],
+    }  # fmt: skip
     try:
         _acquire(path, owner, say)
     except OSError as error:
@@ -48,24 +51,16 @@ def own_run(run: Path, say: Say, fork_server: Any = None) -> Iterator[None]:
     finally:
         ended.set()
         if not keep(path, owner["token"]):
-            name = owner_name(_read(path))
+            name = owner_name(read_owner(path))
             raise RunError(f"{run} has been taken over by {name}, so this launcher has ended.") from None
         with suppress(OSError):
             path.unlink()
 
 
-def describe_owner(pids: list[int]) -> Owner:
-    """Returns what `is_dead` judges an owner by; `pids`: its launcher and what must end with it."""
-    return {
-        "token": uuid.uuid4().hex, "host": socket.gethostname(), "machine": _machine(), "pid": pids[0],
-        "time": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()), "processes": [[p, _began(p)] for p in pids],
-    }  # fmt: skip
-
-
 def keep(path: Path, token: str) -> bool:
     """Touches the owner's file. Returns False if the folder has another owner."""
     with suppress(OSError):  # a file system that does not answer
-        if _read(path).get("token", token) != token:
+        if read_owner(path).get("token", token) != token:
             return False
         os.utime(path)
     return True
@@ -79,15 +74,15 @@ def _keep_in_thread(path: Path, token: str, ended: threading.Event) -> None:
 
 def _acquire(path: Path, owner: Owner, say: Say) -> None:
     while not _create(path, owner):
-        other = _read(path)
-        if not is_dead(str(path.parent), other, partial(_touched, path), say):
-            raise JobError(f"{path.parent} is being trained by {owner_name(_read(path))}; resume when it has ended.")
+        other = read_owner(path)
+        if not is_dead(path.parent, other, lambda: _touched(path), say):
+            raise JobError(f"{path.parent} is being trained by {owner_name(other)}; resume when it has ended.")
         claim = path.with_name(f"owner.{other.get('token', 'damaged')}.claim")
         if _create(claim, owner):  # of several launchers that find the owner dead, one removes it
-            if _read(path) == other:
+            if read_owner(path) == other:
                 path.unlink(missing_ok=True)
             claim.unlink()
-        elif is_dead(str(path.parent), _read(claim), partial(_touched, claim), say):
+        elif is_dead(path.parent, read_owner(claim), partial(_touched, claim), say):
             claim.unlink(missing_ok=True)
 
 
@@ -99,27 +94,19 @@ def _create(path: Path, owner: Owner) -> bool:
     return False
 
 
-def _read(path: Path) -> Owner:
-    """Returns the owner; empty if there is none or the file is damaged."""
-    with suppress(FileNotFoundError):
-        return parse_owner(path.read_bytes())
-    return {}
-
-
-def parse_owner(content: bytes) -> Owner:
-    with suppress(ValueError, TypeError, KeyError, OverflowError):
-        owner = parse_json(content)
+def read_owner(path: Path | bytes) -> Owner:
+    """Returns the owner in a file, or in the content of one; empty if there is none or it is damaged."""
+    with suppress(FileNotFoundError, ValueError, TypeError, KeyError, OverflowError):
+        owner = parse_json(path.read_bytes() if isinstance(path, Path) else path)
         pairs = [[int(pid), int(began)] for pid, began in owner["processes"]]
         words = {key: str(owner[key]) for key in ("token", "host", "machine", "time")}
         return {**words, "pid": int(owner["pid"]), "processes": pairs} if words["token"].isalnum() else {}
     return {}
 
 
-def is_dead(
-    place: str, owner: Owner, touched: Callable[[], int], say: Say, patience: float = STALE_SECONDS
-) -> bool:  # fmt: skip
-    """Waits until the owner of a place has ended; returns False as soon as it shows to be alive. `touched` returns
-    another number after each sign of life of an owner elsewhere, and 0 once it has ended."""
+def is_dead(place: Any, owner: Owner, touched: Callable[[], int], say: Say, patience: float = STALE_SECONDS) -> bool:
+    """Waits until the owner has ended; returns False as soon as it shows to be alive. `touched` returns another number
+    after each sign of life of an owner elsewhere, and 0 once it has ended."""
     is_here, first = bool(owner) and owner["machine"] == _machine(), touched()
     deadline = time.monotonic() + (EXIT_SECONDS if is_here else patience if owner else DAMAGED_SECONDS)
     if owner and not is_here:
