@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from shardwise.errors import DataError, StoreError
+from shardwise.errors import DataError, JobError, StoreError
 from shardwise.files import TEMPORARY_NAME, atomic_write, cache_folder, file_lock, fsync_and_rename
 
 URL_PATTERN = re.compile(r"([a-z][a-z0-9+.-]+):/+([^/].*)")  # a scheme of one letter would be a drive of Windows
@@ -31,6 +31,8 @@ def parse_url(path: str | Path) -> str:
     match = URL_PATTERN.fullmatch(str(path))
     if match is None:
         return ""
+    if ":" in match[2].split("/")[0].rpartition("@")[0]:  # it would be in files and messages
+        raise JobError(f"a URL of {match[1]}:// has a password; set it in the environment or a file of its package.")
     return f"{match[1]}:{'///' if match[1] in ('file', 'local') else '//'}{match[2].rstrip('/')}"
 
 
@@ -94,10 +96,9 @@ class ObjectStore:
 
     def get(self, name: str, target: Path, entry: Entry | None = None) -> None:
         """Downloads an object, unless the file is the same by size and time, if these are given."""
-        if entry is not None and target.is_file():
-            stat = target.stat()
-            if stat.st_size == entry[0] and abs(stat.st_mtime - entry[1]) < 1e-3:
-                return
+        stat = target.stat() if target.is_file() else None
+        if entry and stat and stat.st_size == entry[0] and abs(stat.st_mtime - entry[1]) < 1e-3:
+            return
         with self._explain("read", name):
             target.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(target) as file:

@@ -35,6 +35,7 @@ from shardwise.workers.run_owner import own_run
 PORT = 29473
 STEPS = 40
 SECRET = "only for these tests, on one machine"
+KEY_ID, KEY = "the-id-of-a-key", "the-key-that-nobody-may-see"
 
 
 def job_of(folder: str, layout: str = "replicate=2", **checkpoint: int) -> Job:
@@ -97,7 +98,7 @@ def s3() -> Iterator[str]:
     with socket.create_server(("127.0.0.1", 0)) as door:
         port = door.getsockname()[1]
     variables = {
-        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b",
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_ACCESS_KEY_ID": KEY_ID, "AWS_SECRET_ACCESS_KEY": KEY,
         "AWS_DEFAULT_REGION": "us-east-1",
     }  # fmt: skip
     server = subprocess.Popen([sys.executable, "-m", "moto.server", "-p", str(port)], stderr=subprocess.DEVNULL)
@@ -153,6 +154,39 @@ def test_s3_says_what_is_wrong(s3: str, cache: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     with pytest.raises(StoreError, match="Could not connect"):
         RunFolder.create(job_of(f"{s3}/run"))
+
+
+def test_hostile_names_lead_nowhere(s3: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Objects whose names lead out of the folder, or would replace what makes it a copy, are left alone."""
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "deep" / "cache"))
+    client = pytest.importorskip("boto3").client("s3")
+    names = ("../x", "../../../../x", f"/{tmp_path}/x", "a/../../../x", "store.json", "owner.json", "fine")
+    for name in ("job.toml", *names):
+        client.put_object(Bucket="runs", Key=f"hostile/{name}", Body=b"" if name == "job.toml" else b"hostile")
+    folder = RunFolder.open(Path(f"{s3}/hostile")).path
+    local_copy(f"{s3}/hostile")
+    written = [path for path in tmp_path.rglob("*") if path.is_file() and path.read_bytes() == b"hostile"]
+    copies = tmp_path / "deep" / "cache" / "data" / "s3" / "runs" / "hostile"
+    assert sorted(written) == sorted(
+        [folder / "fine", *(copies / name for name in ("store.json", "owner.json", "fine"))]
+    )
+    with pytest.raises(DataError, match="without '..'"):
+        local_copy(f"{s3}/../../../x")
+    (tmp_path / "data.json").write_text(
+        json.dumps({"files": {f"{s3}/../../../x": [1, 1, ""]}, "samples": [], "tokenizer": ""})
+    )
+    with pytest.raises(DataError, match="without '..'"):
+        DataRecord.load(tmp_path / "data.json")
+    client.put_object(Bucket="runs", Key="hostile/fine/x", Body=b"")
+    with pytest.raises(StoreError, match="hostile/fine.* cannot be read"):  # a file that is a folder too
+        RunFolder.open(Path(f"{s3}/hostile"))
+
+
+def test_a_password_in_a_url_is_refused_and_not_repeated(cache: Path) -> None:
+    for url in ("sftp://user:hidden@host/run", "s3://key:hidden@bucket/run"):
+        with pytest.raises(JobError, match="has a password") as error:
+            RunFolder.create(job_of(url))
+        assert "hidden" not in str(error.value) and not cache.exists()
 
 
 # Copies, without training
@@ -235,10 +269,10 @@ def test_a_run_moves_from_machine_to_machine(place: str, tmp_path: Path, monkeyp
     save(one.folder, 5)  # of a branch that nobody went on with
     (one.folder / "skips.json").write_text("[[1, 1]]")
     with Launcher(place, tmp_path / "a", monkeypatch) as three:
-        assert three.local == [4, 3] and not (three.folder / "skips.json").exists()
+        assert three.local == [4] and not (three.folder / "skips.json").exists()
         save(three.folder, 5, b"other")
     with Launcher(place, tmp_path / "a", monkeypatch) as four:  # it was the last: what it has not copied counts
-        assert four.local == [5, 4, 3] and four.copy() and four.stored[0] == "step-00000005"
+        assert four.local == [5, 4] and four.copy() and four.stored[0] == "step-00000005"
     with Launcher(place, tmp_path / "c", monkeypatch) as five:
         assert (five.store.checkpoints / "step-00000005" / "__0_0.distcp").read_bytes() == b"other" * 5
 
@@ -488,6 +522,10 @@ def test_killed_and_resumed_on_another_machine(place: str, tmp_path: Path) -> No
     run = RunFolder.open(Path(place))
     assert kills and curve(run) == curve(plain) and len(curve(run)) == STEPS
     assert (run.path / "report.html").exists() and kinds(run)[-1] == "finished"
+    local_copy(place)
+    contents = [path.read_bytes() for path in (run.path.parents[1]).rglob("*") if path.is_file()]
+    contents += [path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()]
+    assert contents and not [text for text in contents if KEY.encode() in text or KEY_ID.encode() in text]
 
 
 @pytest.mark.timeout(600)

@@ -246,7 +246,8 @@ class CheckpointManager:
     def _remove_old(self) -> None:
         """Removes checkpoints older than the newest `keep` valid ones, and other saves of those same steps."""
         newest: dict[int, Path] = {}
-        for step, path in valid_checkpoints(self.folder, self.group.has_one_folder):
+        of_all_nodes = valid_checkpoints if self.group.has_one_folder else list_checkpoints  # else files are elsewhere
+        for step, path in of_all_nodes(self.folder):
             if path not in self._damaged_paths and len(newest) < self.keep:
                 newest.setdefault(step, path)
         for step, path in list_checkpoints(self.folder):

@@ -65,8 +65,7 @@ class CheckpointGroup:
         """Calls `function` on the first rank of every run folder; raises the first error on every rank."""
         problem = ""
         try:
-            if self.rank == self.sharing[0]:
-                function()
+            function() if self.rank == self.sharing[0] else None
         except Exception as error:
             problem = str(error) if self.has_one_folder else f"rank {self.rank}: {error}"
         if problems := [found for found in self.all_gather(problem) if found]:
@@ -108,15 +107,13 @@ def shared_list(folder: Path, group: CheckpointGroup) -> list[tuple[int, Path]]:
     return [(step, folder / name) for step, name in listed]
 
 
-def valid_checkpoints(folder: Path, has_all: bool = True) -> list[tuple[int, Path]]:
-    """Returns the checkpoints whose manifest is valid and whose files have the right sizes; does not hash them. Unless
-    the folder `has_all` files, those of other nodes are missing."""
+def valid_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """Returns the checkpoints whose manifest is valid and whose files have the right sizes; does not hash them."""
     valid = []
     for step, path in list_checkpoints(folder):
         with suppress(DamagedCheckpoint):
             files = read_manifest(path)["files"]
-            known = [name for name in files if has_all or (path / name).exists()]
-            if not any(file_problem(path, name, files[name], size_only=True) for name in known):
+            if not any(file_problem(path, name, info, size_only=True) for name, info in files.items()):
                 valid.append((step, path))
     return valid
 
@@ -187,10 +184,9 @@ def verify_checkpoint_files(path: Path, group: CheckpointGroup) -> tuple[list[st
 def read_manifest(path: Path) -> dict[str, Any]:
     try:
         return parse_manifest((path / MANIFEST_FILE).read_bytes())
-    except FileNotFoundError:
-        raise DamagedCheckpoint(f"{MANIFEST_FILE} is missing") from None
     except OSError as error:
-        raise DamagedCheckpoint(f"{MANIFEST_FILE} cannot be read ({error})") from None
+        problem = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
+        raise DamagedCheckpoint(f"{MANIFEST_FILE} {problem}") from None
 
 
 def parse_manifest(content: bytes) -> dict[str, Any]:

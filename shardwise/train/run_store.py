@@ -165,11 +165,8 @@ class RunStore:
         is_mine = self.last_writer == self.id and (self.folder / "job.toml").is_file()
         self.download(only_missing=is_mine)
         self.undo(in_store=is_mine)
-        known = {} if is_mine else self.complete()
-        for _, path in disk.list_checkpoints(self.checkpoints) if not is_mine else ():
-            manifest = path / MANIFEST_FILE
-            if not manifest.is_file() or manifest.read_bytes() != known.get(path.name):
-                disk.remove_checkpoint(path)
+        for _, path in () if is_mine else disk.list_checkpoints(self.checkpoints):
+            disk.remove_checkpoint(path)  # the store may have another of this name
         if not self.fetch_newest(say) and self.saved:
             raise CheckpointError(
                 f"{self.url} has no complete checkpoint, although {self.saved} was saved there; restore it, or start a "
@@ -280,8 +277,8 @@ class RunStore:
 def find_newest_valid(
     folder: Path, group: disk.CheckpointGroup, step: int | None, store: RunStore | None, on_wait: Callable[[], None]
 ) -> disk.CheckpointChoice:
-    """Like that of `checkpoint_folder`. Where nodes have folders of their own, completes these from the store; if what
-    node 0 has cannot be completed, takes the newest in the store. Calls `on_wait` every few seconds."""
+    """Like that of `checkpoint_folder`. Where nodes have folders of their own, node 0 gets the newest checkpoint of the
+    store, if it has none that is newer, and all complete theirs from there. Calls `on_wait` every few seconds."""
     if store is None or group.has_one_folder:
         return disk.find_newest_valid(folder, group, step)
 
@@ -298,11 +295,8 @@ def find_newest_valid(
         with suppress(CheckpointError):  # the verification names what stays missing
             group.on_leaders(lambda: patiently(store.fetch, path.name, manifest))
 
-    with suppress(CheckpointError):
-        choice = disk.find_newest_valid(folder, group, step, complete_copies)
-        if choice.path is not None:
-            return choice
-    group.on_rank_zero(lambda: patiently(store.fetch_newest, print_line))
+    with suppress(StoreError, RuntimeError):  # the folders may have all
+        group.on_rank_zero(lambda: patiently(store.fetch_newest, print_line))
     return disk.find_newest_valid(folder, group, step, complete_copies)
 
 

@@ -30,9 +30,7 @@ def _parse(job: Job) -> tuple[Path, int | None] | None:
         return None
     path, step = split_step(job.model.weights)
     if parse_url(path):
-        raise CheckpointError(
-            f"model.weights = {job.model.weights!r}: give a local run, or `shardwise export` this one."
-        )
+        raise CheckpointError(f"model.weights = {str(path)!r}: give a local run, or `shardwise export` this one.")
     if step and not (step.isdecimal() and len(step) < 16):
         raise CheckpointError(f"model.weights = {job.model.weights!r}: {step!r} is no step; write RUN@200.")
     return path, int(step) if step else None
