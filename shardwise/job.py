@@ -92,6 +92,8 @@ class OptimizerConfig(ConfigSection):
     """Momentum of sgd and muon."""
     state_dtype: Literal["float32", "bf16", "8bit"] = "float32"
     """Dtype of AdamW's two moments: bf16 halves and 8bit (256 values per scale) quarters them, with rounding."""
+    offload: bool = False
+    """Whether AdamW's moments live in host memory, and pass through the GPU in every update; same results."""
     clip: float = Field(1.0, ge=0.0)
     """Maximum global gradient norm; 0 disables clipping."""
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
@@ -107,6 +109,8 @@ class OptimizerConfig(ConfigSection):
     def _check_state_dtype(self) -> "OptimizerConfig":
         if self.state_dtype != "float32" and self.name != "adamw":
             raise ValueError(f"state_dtype = {self.state_dtype!r} works with adamw only, not {self.name}; remove it")
+        if self.offload and (self.name != "adamw" or self.state_dtype == "8bit"):
+            raise ValueError("offload works with adamw and moments in float32 or bf16 only; remove it or change them")
         return self
 
 

@@ -13,6 +13,7 @@ from shardwise.console import pluralize
 from shardwise.errors import LayoutError
 from shardwise.job import Job, load_job
 from shardwise.layout import Layout, solve_batch
+from shardwise.optim.offload import BUFFERS, PART
 from shardwise.parallel.prepare import meta_model, prepare
 from shardwise.parallel.torch_pipelining import PipelineOrder
 from shardwise.planner.costs.block_time import KernelProfile
@@ -206,6 +207,11 @@ def make_estimator(job: Job, cluster: Cluster) -> Estimator:
     framework_profile = engine_profile(job.precision, job.optimizer, trained)
     if cluster.device.family == "cpu":
         framework_profile = replace(framework_profile, fixed_bytes=CPU_PROCESS_BYTES)
+    elif job.optimizer.offload:
+        framework_profile = replace(
+            framework_profile, optimizer_bytes=0.0, offloaded_bytes=framework_profile.optimizer_bytes,
+            fixed_bytes=framework_profile.fixed_bytes + BUFFERS * PART * framework_profile.optimizer_bytes / trained,
+        )  # fmt: skip
     return estimator_class(machine, Workload(shape, kernel_profile, job.samples, framework_profile, engine=engine))
 
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.files import parse_json, write_text
-from shardwise.workers.host_memory import in_huge_pages, pack, page_lock, unpack
+from shardwise.host_memory import in_huge_pages, pack, page_lock, unpack
 
 SLOTS = 2
 MAX_OVERHEAD = 0.01  # share of training time that snapshots may take

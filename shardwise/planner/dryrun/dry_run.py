@@ -245,7 +245,8 @@ def _record_step(job: Job, layout: Layout, micro_batches: int, fake: bool) -> St
         with _enter_all(modes), _gpu_kernels():
             optimizer = engine.make_optimizer(job)
             _init_optimizer_states(engine, optimizer)
-            tracker.mark((value for state in optimizer.state.values() for value in state.values()), "optimizer")
+            states = (value for state in optimizer.state.values() for value in state.values())
+            tracker.mark(states, "host" if job.optimizer.offload else "optimizer")
             before_batch = tracker.now()
             if engine.pipeline is not None:
                 engine.pipeline.schedule.initialize()

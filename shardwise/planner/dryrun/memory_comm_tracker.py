@@ -240,4 +240,5 @@ def _sum_by_role(events: Iterable[tuple[StorageRecord, int]]) -> Counter[str]:
     total: Counter[str] = Counter()
     for record, size in events:
         total[record.role or record.default_role] += size
+    del total["host"]  # offloaded: not in the memory of the device
     return total
