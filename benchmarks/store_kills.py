@@ -104,6 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=5.0, help="the longest life of a launcher")
+    parser.add_argument("--minutes", type=float, default=600.0, help="after which no more launchers are killed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--url", default="")
     options = parser.parse_args()
@@ -111,7 +112,8 @@ def main() -> None:
     url, steps, kills, idle = options.url or f"file://{scratch}/store/run", JOB["steps"], 0, 0
     job_file = scratch / "job.toml"
     job_file.write_text(make_job(JOB).to_toml())
-    while kills < options.kills:
+    last = time.monotonic() + 60 * options.minutes
+    while kills < options.kills and time.monotonic() < last:
         cache = scratch / f"machine-{kills}-{idle}"
         pid, code = launch(job_file, url, steps, cache), None
         # One in four is killed while it starts, the others some time after their first step.
