@@ -274,12 +274,13 @@ def doctor(
     """Diagnoses a run that hangs or has failed: which rank, in which operation, where in the code, who waits for it.
 
     With --preflight, under torchrun or srun, measures that world before a run and names what is slow."""
+    from shardwise.train.run_store import fetch_run
     from shardwise.workers.diagnosis import diagnose_run
 
     if preflight:
         cli_cluster.preflight(run, as_json)
         return
-    for line in diagnose_run(run):
+    for line in diagnose_run(fetch_run(run)):
         print_line(line)
 
 

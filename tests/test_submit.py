@@ -68,6 +68,14 @@ def test_kubernetes_takes_what_is_written(folder: Path, options: list[str]) -> N
         validate.validate(found[-1], "1.31", strict=True)
 
 
+@pytest.mark.parametrize("options", [[], ["trainjob"]])
+def test_a_run_in_an_object_store_needs_no_volume(folder: Path, options: list[str]) -> None:
+    shardwise(folder, *POD, *options, "--set", "run.folder=s3://bucket/job", "--dry-run")
+    text = (folder / "job.yaml").read_text()
+    assert '"run.folder=s3://bucket/job"' in text and "workspace" not in text and "VolumeClaim" not in text
+    assert "claimName: team" in text if "--volume" in options else "{name: job, configMap: {name: job}}" in text
+
+
 def check_train_job(job: dict[str, Any]) -> None:
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed")
     parsed = models.TrainerV1alpha1TrainJob.from_dict(job)

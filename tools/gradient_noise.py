@@ -40,7 +40,7 @@ def solve_noise_scale(
 
 def measure_noise_scale(run: Path, batches: int = 16, samples: int = 8) -> dict[str, Any]:
     """Measures the noise scale on `batches` batches of `samples` samples that follow the training samples."""
-    folder = RunFolder.open(run)
+    folder = RunFolder.open(run, weights=True)
     job = folder.job()
     eod_token_id = job.require_decoder().eod_token_id
     device = torch.device(pick_device(job))

@@ -2,11 +2,13 @@
 
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +29,14 @@ from shardwise.launch.launch import WORKER_ENTRY_POINT, check_layout_fits, has_f
 from shardwise.launch.worker import init_distributed
 from shardwise.layout import AUTO_SCHEDULES, Layout
 from shardwise.metrics.trackers import check_tracker_installed
+from shardwise.object_store import parse_url
 from shardwise.parallel.prepare import Prepared, prepare
 from shardwise.parallel.tables.table_engine import check_host_memory
 from shardwise.train import local_machine
 from shardwise.train.generate import generate, load_model
 from shardwise.train.run_folder import RunFolder, check_history, check_same_run
+from shardwise.train.run_store import RunStore, local_folder
+from shardwise.train.run_uploader import RunUploader, agent_folder
 from shardwise.train.validate import byte_frequency_bits
 from shardwise.train.warm_start import check_start, name_step
 from shardwise.watch.report_page import print_end_of_run
@@ -71,7 +76,7 @@ def start_training(
         folder = load_job(job_file, settings).run.folder
         if not folder:
             raise JobError("--continue needs the folder of the run; set run.folder.")
-        given = replace(given, resume=Path(folder) if (Path(folder) / "job.toml").is_file() else None)
+        given = replace(given, resume=Path(folder) if RunFolder.exists(folder) else None)
 
     def load() -> Job:
         if job_file is None and resume is None and given.environment.reads_job:
@@ -96,7 +101,9 @@ def _start(load: Callable[[], Job], say: Say, options: StartOptions) -> tuple[Ru
     environment, node = options.environment, options.environment.node
     environment.export()
     if environment.world_size is not None:
-        return _start_run(load(), say, options, None)
+        if parse_url(options.resume or (job := load()).run.folder):
+            raise JobError("a run in an object store needs --node instead of torchrun or one task of srun per process.")
+        return _start_run(job, say, options, None)
     # Started first, because a process without threads or PyTorch state is safe to fork.
     fork_server = ForkServer(WORKER_ENTRY_POINT.partition(":")[0])
     try:
@@ -106,7 +113,9 @@ def _start(load: Callable[[], Job], say: Say, options: StartOptions) -> tuple[Ru
                 run = load().run  # node 0 alone needs the job
             except UserError:
                 run = RunConfig()
-            return None, NodeAgent(node, fork_server, run.join_timeout).run()
+            with ExitStack() as uploading:
+                prepare_folder = agent_folder(f"node {node.index}", uploading)
+                return None, NodeAgent(node, fork_server, run.join_timeout, prepare_folder).run()
         return _start_run(load(), say, options, fork_server)
     finally:
         fork_server.close()
@@ -115,13 +124,16 @@ def _start(load: Callable[[], Job], say: Say, options: StartOptions) -> tuple[Ru
 def _start_run(
     job: Job, say: Say, options: StartOptions, fork_server: ForkServer | None
 ) -> tuple[RunFolder, bool]:  # fmt: skip
-    resumed = RunFolder.open(options.resume) if options.resume is not None else None
-    job = name_step(job, None if resumed is None else resumed.job())
     with ExitStack() as ownership:
-        environment, previous_job = options.environment, job
+        environment, resumed, store = options.environment, None, None
+        if options.resume is not None:
+            url = parse_url(options.resume)
+            resumed = RunFolder(local_folder(url)) if url else RunFolder.open(options.resume)
+            store = _own(resumed, say, fork_server, ownership) if environment.is_main else None
+            if store is not None:
+                store.restore(say)
+        job = previous_job = name_step(job, None if resumed is None else resumed.job())
         nodes = environment.node.count if environment.node is not None else 1
-        if resumed is not None and environment.is_main:
-            ownership.enter_context(own_run(resumed.path, say, fork_server))
         if resumed is not None:
             previous_job = resumed.job()
             check_same_run(previous_job, job)
@@ -142,7 +154,7 @@ def _start_run(
             options.check(prepared, say)
         folder = _open_folder(job, resumed, layout, environment)
         if resumed is None and environment.is_main:
-            ownership.enter_context(own_run(folder.path, say, fork_server))
+            store = _own(folder, say, fork_server, ownership)
         if environment.is_main:
             write_text(folder.path / "job.toml", job.to_toml())
             folder.write_plan(record)
@@ -156,17 +168,35 @@ def _start_run(
                 folder.log_event("steps_changed", change, steps=job.total_steps)
                 say(f"steps_changed: {change}")
             for kind, message in events:
-                folder.log_event(kind, message)
-                say(f"{kind}: {message}")
+                _log_event(folder, say, kind, message)
+        if store is not None:
+            uploader = RunUploader(store, partial(_log_event, folder, say), job.checkpoint.keep)
+            ownership.enter_context(uploader.running())
         launch(folder, layout, resume=resumed is not None, fork_server=fork_server, environment=environment)
-    is_finished = has_finished(folder)
-    if environment.is_main:
-        print_end_of_run(folder.path, say)
-        if is_finished:
-            summarize(folder, job, say)
-        else:
-            say(f"to resume: shardwise train --resume {folder.path}")
+        is_finished = has_finished(folder)
+        if environment.is_main:
+            print_end_of_run(folder.path, say)
+            if is_finished:
+                summarize(folder, job, say)
+            else:
+                say(f"to resume: shardwise train --resume {folder.place}")
     return folder, is_finished
+
+
+def _own(
+    folder: RunFolder, say: Say, fork_server: ForkServer | None, ownership: ExitStack
+) -> RunStore | None:  # fmt: skip
+    """Makes this launcher the one that writes the run's folder, and its object store, if it is in one."""
+    ownership.enter_context(own_run(folder.path, say, fork_server))
+    store = RunStore.of(folder.path)
+    if store is not None:
+        ownership.enter_context(store.claimed(say, on_loss=lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    return store
+
+
+def _log_event(folder: RunFolder, say: Say, kind: str, message: str) -> None:
+    folder.log_event(kind, message)
+    say(f"{kind}: {message}")
 
 
 def _open_data(
@@ -295,8 +325,8 @@ def summarize(folder: RunFolder, job: Job, say: Callable[[str], None]) -> None:
             text = str(error)
         say(f"generated text after {prompt!r}:")
         say("\n".join(f"  | {line}" for line in text.splitlines()))
-        say(f"for more: shardwise sample {folder.path} --prompt {shlex.quote(prompt)}")
-    say(f"run folder: {folder.path}")
+        say(f"for more: shardwise sample {folder.place} --prompt {shlex.quote(prompt)}")
+    say(f"run folder: {folder.place}")
 
 
 def _frequency_table_bits(job: Job, training: Source, held_out: Source, tokenizer: Tokenizer) -> float:
