@@ -329,15 +329,20 @@ def chaos(
 @app.command()
 def sample(
     run: Annotated[Path, Argument(help="Run folder with a checkpoint.")],
-    prompt: Annotated[str, Option(help="Text to continue.")] = "",
+    prompt: Annotated[list[str] | None, Option(help="Text to continue; repeatable.")] = None,
     tokens: Annotated[int, Option(min=1, help="Number of tokens to generate.")] = 256,
     temperature: Annotated[float, Option(min=0.0, help="Sampling temperature; 0 is greedy decoding.")] = 0.8,
+    top_k: Annotated[int, Option(min=0, help="Choose among the K most likely tokens; 0: among all.")] = 0,
+    top_p: Annotated[float, Option(min=0.0, help="Choose among tokens that together have this probability.")] = 1.0,
+    stop: Annotated[list[str] | None, Option(help="End the text before this string; repeatable.")] = None,
     seed: Annotated[int, Option(min=0, help="Sampling seed.")] = 0,
 ) -> None:
     """Generates text with the model of a run, on one device."""
-    sample_run = quick_import("shardwise.train.generate").sample_run
+    generate = quick_import("shardwise.train.generate")
 
-    print_line(sample_run(run, prompt, tokens, temperature, seed))
+    sampling = generate.Sampling(tokens, temperature, top_k, top_p, tuple(stop or ()), seed=seed)
+    for text in generate.sample_run(run, prompt or [""], sampling):
+        print_line(text)
 
 
 @app.command()
