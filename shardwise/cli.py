@@ -345,6 +345,26 @@ def sample(
         print_line(text)
 
 
+@app.command("eval")
+def evaluate(
+    path: Annotated[Path, Argument(metavar="RUN|FOLDER", help="Run folder, or a Hugging Face folder.")],
+    data: Annotated[list[str] | None, Option(help="Text or JSONL file for the perplexity; repeatable.")] = None,
+    tasks: Annotated[list[Path] | None, Option(help="Task file (YAML, as lm-eval's); repeatable.")] = None,
+    layout: Annotated[str, Option(help='Layout, e.g. "tensor=2"; default: one process.')] = "",
+    step: Annotated[int | None, Option(min=0, help="Checkpoint of the run; default: the newest.")] = None,
+    batch: Annotated[int, Option(min=1, help="Rows that are computed at once.")] = 8,
+    overrides: Overrides = None, as_json: JsonFlag = False,
+) -> None:  # fmt: skip
+    """Evaluates a model on files and tasks: perplexity, multiple choice, exact match, metrics of your own."""
+    found = quick_import("shardwise.eval.command").evaluate(
+        path, data or [], tasks or [], layout, step, overrides or [], batch
+    )
+    from shardwise.eval.tasks import results_json, results_text
+
+    for line in [results_json(found)] if as_json else results_text(found):
+        print_line(line)
+
+
 @app.command()
 def export(
     run: Annotated[Path, Argument(help="Run folder with a checkpoint.")],

@@ -10,12 +10,20 @@ import numpy as np
 import pytest
 import torch
 
+from shardwise.comm.world import run_world
 from shardwise.data.tokenizer import ByteTokenizer
 from shardwise.errors import JobError
+from shardwise.eval.command import evaluate
+from shardwise.eval.language_model import LanguageModel
+from shardwise.eval.tasks import Request
 from shardwise.job import make_job
+from shardwise.layout import Layout
 from shardwise.models.chain import init_weights
 from shardwise.models.kv_cache import KeyValueCache
+from shardwise.parallel.prepare import prepare
 from shardwise.train.generate import LocalDecoder, Sampling, generate_texts
+from shardwise.train.loop import TrainingLoop
+from shardwise.train.run_folder import RunFolder
 
 TINY = {"layers": 2, "width": 32, "heads": 4, "vocab": 256, "sequence": 24}
 
@@ -78,3 +86,114 @@ def test_text_ends_at_stop_strings_and_at_the_end_token() -> None:
     assert text() == "abc\ndefghi"
     assert text(stop=("\n", "c")) == "ab"
     assert text(end_token=0) == "abc\ndef"
+
+
+def train_run(folder: Path, model: dict[str, Any] | None = None, **changes: Any) -> RunFolder:
+    """Trains a tiny decoder on text, in this process."""
+    values: dict[str, Any] = {
+        "steps": 2, "precision": "float64", "model": {"name": "gpt", **TINY, **(model or {})}, "batch": {"samples": 4},
+        "data": {"source": "text", "path": str(folder.parent / "corpus.txt")}, "checkpoint": {"snapshot_every": 0},
+        "run": {"folder": str(folder), "device": "cpu"}, "optimizer": {"lr": 0.05}, "validation": {"samples": 4},
+    }  # fmt: skip
+    (folder.parent / "corpus.txt").write_text("The capital of France is Paris, that of Peru is Lima.\n" * 60)
+    run = RunFolder.create(make_job(values | changes))
+    TrainingLoop(prepare(run.job(), Layout()), run, torch.device("cpu")).run()
+    return run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    return train_run(tmp_path_factory.mktemp("eval") / "run")
+
+
+CHOICES = [{"country": "France", "choices": ["Paris", "a long wrong answer"], "answer": 0},
+           {"country": "Peru", "choices": ["Oslo", "Lima", "Rome"], "answer": 1},
+           {"country": "Chad ", "choices": ["x", "y"], "answer": "y"}]  # fmt: skip
+TASKS = """
+- task: capitals
+  dataset_path: json
+  dataset_kwargs: {data_files: {test: capitals.jsonl}}
+  test_split: test
+  output_type: multiple_choice
+  doc_to_text: "The capital of {{country}} is"
+  doc_to_choice: "{{choices}}"
+  doc_to_target: answer
+  metric_list: [{metric: acc}, {metric: acc_norm}, {metric: "python:eval_metrics:chosen"}]
+- task: continue
+  data: capitals.jsonl
+  output_type: generate_until
+  doc_to_text: "The capital of {{country}} is"
+  doc_to_target: "{{choices[0]}}"
+  generation_kwargs: {until: ["\\n", "is"], max_gen_toks: 5}
+  metric_list: [{metric: exact_match, ignore_case: true}, {metric: "python:eval_metrics:length"}]
+- task: words
+  data: capitals.jsonl
+  output_type: loglikelihood
+  doc_to_text: "The capital of {{country}} is"
+  doc_to_target: country
+- task: pages
+  data: capitals.jsonl
+  output_type: loglikelihood_rolling
+  doc_to_target: "All of {{country}} and more than one window of text."
+"""
+
+
+def write_tasks(folder: Path) -> Path:
+    (folder / "capitals.jsonl").write_text("".join(json.dumps(record) + "\n" for record in CHOICES))
+    (folder / "tasks.yaml").write_text(TASKS)
+    (folder / "eval_metrics.py").write_text(
+        "def chosen(record, prediction): return prediction\ndef length(record, prediction): return len(prediction)\n"
+    )
+    (folder / "held.jsonl").write_text('{"text": "The capital of Peru is Lima, of Chad N\'Djamena."}\n{"text": "x"}\n')
+    return folder / "tasks.yaml"
+
+
+def plain_score(model: LanguageModel, context: list[int], continuation: list[int]) -> float:
+    """The log probability of a continuation, token by token."""
+    total = 0.0
+    for number, token in enumerate(continuation):
+        row = torch.tensor([(context + continuation[:number])[-TINY["sequence"] :]])
+        with torch.no_grad():
+            total += float(model.decoder.logits(row)[0, -1].log_softmax(-1)[token])
+    return total
+
+
+def test_perplexity_is_that_of_a_plain_loop(run: RunFolder, tmp_path: Path) -> None:
+    model, text = LanguageModel(run.path), "The capital of Peru is Lima, not Quito.\n"
+    ids = list(text.encode())
+    windows = [([0], ids[:24]), (ids[len(ids) - 25 : 24], ids[24:])]
+    expected = sum(plain_score(model, *window) for window in windows)
+    assert model.loglikelihood_rolling([Request((text,))])[0] == pytest.approx(expected, rel=1e-12)
+    (tmp_path / "held.txt").write_text(text)
+    found = evaluate(run.path, [str(tmp_path / "held.txt")], [])[str(tmp_path / "held.txt")]
+    assert found["perplexity"] == pytest.approx(math.exp(-expected / len(ids)), rel=1e-12)
+    assert found["bits_per_byte"] == pytest.approx(-expected / len(ids) / math.log(2), rel=1e-12)
+    pair = model.loglikelihood([Request(("capital of Peru is ", "Lima")), Request(("", "Lima"))])
+    assert pair[0][0] == pytest.approx(plain_score(model, list(b"capital of Peru is"), list(b" Lima")), rel=1e-12)
+    assert pair[1][0] == pytest.approx(plain_score(model, [0], list(b"Lima")), rel=1e-12)
+
+
+def test_tasks(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = evaluate(run.path, [], [write_tasks(tmp_path)])
+    model = LanguageModel(run.path)
+    scores = [[plain_score(model, list(f"The capital of {r['country']}".rstrip().encode()) + list(b" is"), list(f" {c}".encode()))
+               for c in r["choices"]] for r in CHOICES[:2]]  # fmt: skip
+    best = [int(np.argmax(row)) for row in scores]
+    assert found["capitals"]["samples"] == 3
+    assert found["capitals"]["python:eval_metrics:chosen"] >= sum(best) / 3
+    assert {"acc", "acc_norm", "acc_stderr"} <= found["capitals"].keys()
+    assert 0 <= found["continue"]["python:eval_metrics:length"] <= 5
+    assert found["words"]["perplexity"] > 1
+    assert found["pages"]["tokens"] == sum(len(f"All of {r['country']} and more than one window of text.") for r in CHOICES)
+
+
+@pytest.mark.parametrize("layout", ["tensor=2", "pipeline=2 context=2", "shard=2 zero=3"])
+def test_layouts_give_the_same_numbers(run: RunFolder, layout: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    tasks = [write_tasks(tmp_path)]
+    expected = run_world(evaluate, 1, run.path, ["held.jsonl"], tasks)[0]
+    found = evaluate(run.path, ["held.jsonl"], tasks, layout)
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert found[name] == pytest.approx(values, rel=1e-10), name
