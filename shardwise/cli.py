@@ -351,7 +351,7 @@ def evaluate(
     data: Annotated[list[str] | None, Option(help="Text or JSONL file for the perplexity; repeatable.")] = None,
     tasks: Annotated[list[Path] | None, Option(help="Task file (YAML, as lm-eval's); repeatable.")] = None,
     layout: Annotated[str, Option(help='Layout, e.g. "tensor=2"; default: one process.')] = "",
-    step: Annotated[int | None, Option(min=0, help="Checkpoint of the run; default: the newest.")] = None,
+    step: Annotated[str, Option(help="Checkpoint of the run: a step, or best; default: the newest.")] = "",
     batch: Annotated[int, Option(min=1, help="Rows that are computed at once.")] = 8,
     overrides: Overrides = None, as_json: JsonFlag = False,
 ) -> None:  # fmt: skip
@@ -361,15 +361,16 @@ def evaluate(
     )
     from shardwise.eval.tasks import results_json, results_text
 
-    for line in [results_json(found)] if as_json else results_text(found):
-        print_line(line)
+    if os.environ.get("RANK", "0") == "0":
+        for line in [results_json(found)] if as_json else results_text(found):
+            print_line(line)
 
 
 @app.command()
 def export(
     run: Annotated[Path, Argument(help="Run folder with a checkpoint.")],
     out: Annotated[Path, Argument(help="Folder to write; it must not exist.")],
-    step: Annotated[int | None, Option(min=0, help="Checkpoint to export; default: the newest.")] = None,
+    step: Annotated[str, Option(help="Checkpoint to export: a step, or best; default: the newest.")] = "",
     dtype: Annotated[str, Option(help="float32, bf16, fp16 or float64; auto: as the run's first weights.")] = "auto",
     max_shard_size: Annotated[float, Option(min=0.001, help="Size of the largest weight file, in GB.")] = 5.0,
     check: Annotated[bool, Option("--check", help="Load it with transformers and compare every logit.")] = False,
@@ -385,7 +386,7 @@ def export(
 def merge(
     run: Annotated[Path, Argument(help="Run folder with a checkpoint of adapters (model.lora).")],
     out: Annotated[Path, Argument(help="Folder to write; it must not exist.")],
-    step: Annotated[int | None, Option(min=0, help="Checkpoint to merge; default: the newest.")] = None,
+    step: Annotated[str, Option(help="Checkpoint to merge: a step, or best; default: the newest.")] = "",
     dtype: Annotated[str, Option(help="float32, bf16, fp16 or float64; auto: as the run's first weights.")] = "auto",
     max_shard_size: Annotated[float, Option(min=0.001, help="Size of the largest weight file, in GB.")] = 5.0,
     check: Annotated[bool, Option("--check", help="Load it with transformers and compare every logit.")] = False,

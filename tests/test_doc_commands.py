@@ -26,7 +26,12 @@ from shardwise.parallel.prepare import prepare
 
 PAGES = [ROOT / "README.md", ROOT / "docs/tutorial.md", *sorted(ROOT.glob("docs/how-to/*.md"))]
 TRAIN = 'shardwise train first.toml --set layout="pipeline=1" --set run.folder=runs/one'
-USES_RUN = ("shardwise sample", "shardwise compare", "shardwise trace")  # of the run that TRAIN leaves
+USES_RUN = (
+    "shardwise sample",
+    "shardwise compare",
+    "shardwise trace",
+    "shardwise eval",
+)  # of the run that TRAIN leaves
 EXACT = ("job:", "layout:", "shardwise:")  # lines whose numbers do not vary
 
 YOUR_JOB = "a template for the reader's own job; the tutorial runs the same command"

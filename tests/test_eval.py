@@ -10,17 +10,20 @@ import numpy as np
 import pytest
 import torch
 
+from shardwise.cli import app
 from shardwise.comm.world import run_world
 from shardwise.data.tokenizer import ByteTokenizer
-from shardwise.errors import JobError
+from shardwise.errors import JobError, UserError
 from shardwise.eval.command import evaluate
 from shardwise.eval.language_model import LanguageModel
+from shardwise.eval.lm_eval_model import lm_eval_model
 from shardwise.eval.tasks import Request
 from shardwise.job import make_job
 from shardwise.layout import Layout
 from shardwise.models.chain import init_weights
 from shardwise.models.kv_cache import KeyValueCache
 from shardwise.parallel.prepare import prepare
+from shardwise.train.export import export_run
 from shardwise.train.generate import LocalDecoder, Sampling, generate_texts
 from shardwise.train.loop import TrainingLoop
 from shardwise.train.run_folder import RunFolder
@@ -185,7 +188,9 @@ def test_tasks(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert {"acc", "acc_norm", "acc_stderr"} <= found["capitals"].keys()
     assert 0 <= found["continue"]["python:eval_metrics:length"] <= 5
     assert found["words"]["perplexity"] > 1
-    assert found["pages"]["tokens"] == sum(len(f"All of {r['country']} and more than one window of text.") for r in CHOICES)
+    assert found["pages"]["tokens"] == sum(
+        len(f"All of {r['country']} and more than one window of text.") for r in CHOICES
+    )
 
 
 @pytest.mark.parametrize("layout", ["tensor=2", "pipeline=2 context=2", "shard=2 zero=3"])
@@ -197,3 +202,98 @@ def test_layouts_give_the_same_numbers(run: RunFolder, layout: str, tmp_path: Pa
     assert found.keys() == expected.keys()
     for name, values in expected.items():
         assert found[name] == pytest.approx(values, rel=1e-10), name
+
+
+LM_EVAL_TASK = """
+task: local_capitals
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {folder}/capitals.jsonl}}}}
+test_split: test
+output_type: {kind}
+doc_to_text: "The capital of {{{{country}}}} is"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{choices[0]}}}}"
+generation_kwargs: {{until: ["\\n", "is"], max_gen_toks: 5, do_sample: false}}
+metric_list: [{metrics}]
+"""
+
+
+@pytest.mark.parametrize(("kind", "metrics"), [
+    ("multiple_choice", "{metric: acc}, {metric: acc_norm}"),
+    ("generate_until", "{metric: exact_match}"),
+    ("loglikelihood_rolling", "{metric: byte_perplexity}, {metric: bits_per_byte}"),
+])  # fmt: skip
+def test_lm_eval_gets_the_same_numbers_from_run_and_folder(kind: str, metrics: str, tmp_path: Path) -> None:
+    """lm-eval's own harness on our class and on its Hugging Face class; and `shardwise eval` on the same task file."""
+    lm_eval = pytest.importorskip("lm_eval")
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+    from transformers import PreTrainedTokenizerFast
+
+    run = train_run(tmp_path / "run", {"vocab": 300}, data={
+        "source": "text", "path": str(tmp_path / "corpus.txt"), "tokenizer": "bpe:300"})  # fmt: skip
+    list(export_run(run.path, tmp_path / "out", "", "float64", 10**9))
+    write_tasks(tmp_path)
+    (tmp_path / "task").mkdir()
+    task = LM_EVAL_TASK.format(folder=tmp_path, kind=kind, metrics=metrics)
+    task = task if kind == "multiple_choice" else task.replace('doc_to_choice: "{{choices}}"\n', "")
+    (tmp_path / "task" / "task.yaml").write_text(task)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(run.tokenizer), eos_token="<|end|>")
+    theirs = HFLM(pretrained=str(tmp_path / "out"), tokenizer=tokenizer, dtype="float64", device="cpu", batch_size=2)
+    pairs = [Request((f"The capital of {record['country']}", f" is {choice}")) for record in CHOICES
+             for choice in record["choices"]]  # fmt: skip
+    for found, expected in zip(
+        lm_eval_model(str(run.path)).loglikelihood(pairs), theirs.loglikelihood(pairs), strict=True
+    ):
+        assert found[0] == pytest.approx(expected[0], rel=1e-7)  # their rotary frequencies are in float32
+        assert found[1] == expected[1]
+    options = {"until": ["\n", "Peru"], "max_gen_toks": 8, "do_sample": False}
+    prompts = [Request((f"The capital of {record['country']}", options)) for record in CHOICES]
+    assert lm_eval_model(str(run.path)).generate_until(prompts) == theirs.generate_until(prompts)
+    results = []
+    for model in (
+        lm_eval_model(str(run.path)),
+        lm_eval_model(str(tmp_path / "out"), overrides=["precision=float64"]),
+        theirs,
+    ):
+        manager = TaskManager(include_path=str(tmp_path / "task"), include_defaults=False)
+        found = lm_eval.simple_evaluate(model=model, tasks=["local_capitals"], task_manager=manager, bootstrap_iters=0)
+        results.append(found["results"]["local_capitals"])
+    numbers = {key: value for key, value in results[2].items() if isinstance(value, float) and "stderr" not in key}
+    assert numbers
+    own = evaluate(run.path, [], [tmp_path / "task" / "task.yaml"])["local_capitals"]
+    for key, value in numbers.items():
+        assert results[0][key] == pytest.approx(value, rel=1e-7), key
+        assert results[1][key] == pytest.approx(value, rel=1e-7), key
+        assert own[key.partition(",")[0]] == pytest.approx(value, rel=1e-7), key
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    ([], "nothing to evaluate on"),
+    (["--data", "missing.txt"], "no such file"),
+    (["--tasks", "bad.yaml"], "a task needs a name"),
+    (["--tasks", "kind.yaml"], "use multiple_choice"),
+    (["--tasks", "metric.yaml"], "cannot be imported"),
+    (["--tasks", "field.yaml"], "does not fit a record"),
+    (["--data", "held.jsonl", "--layout", "pipeline=9"], "stages"),
+])  # fmt: skip
+def test_errors_are_sentences(
+    arguments: list[str], message: str, run: RunFolder, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_tasks(tmp_path)
+    (tmp_path / "bad.yaml").write_text("doc_to_text: x")
+    (tmp_path / "kind.yaml").write_text("task: a\noutput_type: other")
+    (tmp_path / "metric.yaml").write_text("task: a\nmetric_list: [{metric: 'python:nothing:here'}]")
+    (tmp_path / "field.yaml").write_text("task: a\ndata: capitals.jsonl\ndoc_to_text: '{{nothing}}'")
+    with pytest.raises(UserError, match=message):
+        app(["eval", str(run.path), *arguments], standalone_mode=False)
+
+
+def test_command_prints_json(run: RunFolder, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_tasks(tmp_path)
+    app(["eval", str(run.path), "--data", "held.jsonl", "--tasks", "tasks.yaml", "--json"], standalone_mode=False)
+    found = json.loads(capsys.readouterr().out)
+    assert found["held.jsonl"]["documents"] == 2
+    assert list(found) == ["held.jsonl", "capitals", "continue", "words", "pages"]

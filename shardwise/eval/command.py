@@ -15,7 +15,7 @@ Results = dict[str, dict[str, float]]
 
 
 def evaluate(
-    path: Path, data: Sequence[str], tasks: Sequence[Path], layout: str = "", step: int | None = None,
+    path: Path, data: Sequence[str], tasks: Sequence[Path], layout: str = "", step: str = "",
     overrides: Sequence[str] = (), batch: int = 8,
 ) -> Results:  # fmt: skip
     """Returns the metrics of each data file and of each task. A layout of several processes gets a world of its own,
@@ -37,7 +37,7 @@ def evaluate(
 
 
 def _evaluate(
-    path: Path, data: Sequence[str], tasks: Sequence[tuple[Path, EvalTask]], layout: str, step: int | None,
+    path: Path, data: Sequence[str], tasks: Sequence[tuple[Path, EvalTask]], layout: str, step: str,
     overrides: Sequence[str], batch: int,
 ) -> Results:  # fmt: skip
     model = LanguageModel(path, layout, step, batch, overrides)

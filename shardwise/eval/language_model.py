@@ -132,7 +132,7 @@ class LanguageModel:
     """A run or a folder, with the three methods of lm-eval's interface."""
 
     def __init__(
-        self, path: str | Path, layout: str = "", step: int | str | None = None, batch_size: int | str = 8,
+        self, path: str | Path, layout: str = "", step: int | str = "", batch_size: int | str = 8,
         overrides: Sequence[str] = (), **ignored: Any,
     ):  # fmt: skip
         super().__init__()  # of lm-eval's LM, if this is one
@@ -140,8 +140,12 @@ class LanguageModel:
         job, is_run = load_eval_job(path, overrides), (path / "job.toml").is_file()
         if not (job.model.is_causal_lm or (job.model.passes_batch and job.model.targets_are_text)):
             raise JobError(f"{path}: {job.model.description} does not predict text from left to right; use a decoder.")
-        parsed, steps = Layout.parse(layout or "micro_batch=1"), None if step in (None, "") else int(step)  # type: ignore[arg-type]
-        dtype = Precision(job.precision).compute_dtype if pick_device(job) == "cuda" else Precision(job.precision).master_dtype
+        parsed = Layout.parse(layout or "micro_batch=1")
+        dtype = (
+            Precision(job.precision).compute_dtype
+            if pick_device(job) == "cuda"
+            else Precision(job.precision).master_dtype
+        )
         if is_run:
             folder = RunFolder.open(path)
             self.tokenizer: Tokenizer = load_run_tokenizer(folder, job)
@@ -150,10 +154,10 @@ class LanguageModel:
             self.tokenizer = ByteTokenizer() if has_bytes else load_tokenizer(str(path))
         if self.tokenizer.vocab > job.model.vocab_size:
             raise DataError(f"{path}: the tokenizer has {self.tokenizer.vocab} ids, more than the model's vocabulary.")
-        checkpoint = open_checkpoint(folder, steps, dtype) if is_run else None
+        checkpoint = open_checkpoint(folder, str(step), dtype) if is_run else None
         if parsed.world > 1:
             self.decoder: Any = ShardedDecoder(
-                _in_batches(job, parsed, self.batch), parsed, checkpoint and checkpoint.checkpoint,
+                _in_batches(job, parsed, self.batch), parsed, checkpoint.checkpoint if checkpoint else None,
                 init_distributed(parsed.world, job),
             )  # fmt: skip
         else:

@@ -162,11 +162,11 @@ def run_task(model: Any, task: EvalTask, folder: Path) -> dict[str, float]:
     names = [str(entry.get("metric")) for entry in task.metric_list] or DEFAULT_METRICS[task.output_type]
     values: dict[str, list[float]] = {}
 
-    def add(known: dict[str, Callable[[], Any]], record: dict[str, Any], prediction: Any) -> None:
+    def add(record: dict[str, Any], prediction: Any, **known: float) -> None:
         for name in names:
             if name not in known and not name.startswith("python:"):
                 raise JobError(f"task {task.task!r}: the metric {name!r} is not one of {', '.join(known)}, python:...")
-            found = known[name]() if name in known else own_metric(name)(record, prediction)
+            found = known[name] if name in known else own_metric(name)(record, prediction)
             values.setdefault(name, []).append(float(found))
 
     if task.output_type == "multiple_choice":
@@ -176,19 +176,19 @@ def run_task(model: Any, task: EvalTask, folder: Path) -> dict[str, float]:
         for record, own in zip(records, choices):
             scores, gold = [next(found)[0] for _ in own], _gold(task, record, own)
             best = max(range(len(own)), key=scores.__getitem__)
-            normed = max(range(len(own)), key=lambda n, s=scores, o=own: s[n] / max(1, len(o[n])))
-            add({"acc": lambda b=best, g=gold: b == g, "acc_norm": lambda n=normed, g=gold: n == g}, record, best)
+            by_length = [score / max(1, len(choice)) for score, choice in zip(scores, own)]
+            add(record, best, acc=best == gold, acc_norm=by_length.index(max(by_length)) == gold)
     elif task.output_type == "loglikelihood":
         targets = [task.target_delimiter + str(_render(task.doc_to_target, record)) for record in records]
         results = model.loglikelihood([Request(pair) for pair in zip(contexts, targets)])
         for record, (score, greedy) in zip(records, results):
-            add({"perplexity": lambda s=score: -s, "acc": lambda g=greedy: g}, record, score)
+            add(record, score, perplexity=-score, acc=greedy)
     else:
         texts = model.generate_until([Request((context, task.generation_kwargs)) for context in contexts])
         options = next((entry for entry in task.metric_list if entry.get("metric") == "exact_match"), {})
         for record, text in zip(records, texts):
             target = str(_render(task.doc_to_target, record))
-            add({"exact_match": lambda a=text, b=target: _plain(a, options) == _plain(b, options)}, record, text)
+            add(record, text, exact_match=_plain(text, options) == _plain(target, options))
     result: dict[str, float] = {"samples": len(records)}
     for name, numbers in values.items():
         mean = sum(numbers) / len(numbers)
@@ -226,7 +226,9 @@ def own_metric(name: str) -> Callable[[dict[str, Any], Any], Any]:
 def results_text(results: dict[str, dict[str, float]]) -> Iterable[str]:
     """Yields a line per task or file."""
     for name, values in results.items():
-        shown = (f"{key} {value:,}" if isinstance(value, int) else f"{key} {value:.4f}" for key, value in values.items())
+        shown = (
+            f"{key} {value:,}" if isinstance(value, int) else f"{key} {value:.4f}" for key, value in values.items()
+        )
         yield f"{name}: {', '.join(shown)}"
 
 

@@ -213,17 +213,22 @@ def write_safetensors(path: Path, entries: Mapping[str, Tensor], values: Iterabl
             del value  # before the next one is read
 
 
-def open_checkpoint(folder: RunFolder, step: int | None, dtype: torch.dtype) -> Export:
-    """Returns the newest valid checkpoint of a run, or that of `step`."""
-    choice, job = find_newest_valid(folder.checkpoints, CheckpointGroup(), step), folder.job()
+def open_checkpoint(folder: RunFolder, step: str | None, dtype: torch.dtype) -> Export:
+    """Returns the newest valid checkpoint of a run, that of a step, or the `best` one."""
+    step = step or ""
+    if step not in ("", "best") and not step.isdecimal():
+        raise CheckpointError(f"--step {step}: give the number of a step, or best.")
+    saved, number = folder.best if step == "best" else folder.checkpoints, int(step) if step.isdecimal() else None
+    choice, job = find_newest_valid(saved, CheckpointGroup(), number), folder.job()
     if choice.path is None:
-        raise CheckpointError(f"{folder.path} has no checkpoint; train it first.")
+        remedy = "train it with validation.keep_best = true" if step == "best" else "train it first"
+        raise CheckpointError(f"{folder.path} has no {'best ' if step else ''}checkpoint; {remedy}.")
     plain = job.model_copy(update={"model": job.model.model_copy(update={"lora": None})})
     return Export(plain, choice.path, choice.manifest["step"], dtype, job.model.lora)
 
 
 def export_run(
-    run: Path, out: Path, step: int | None, dtype: str, max_file_bytes: int, check: bool = False, merge: bool = False
+    run: Path, out: Path, step: str | None, dtype: str, max_file_bytes: int, check: bool = False, merge: bool = False
 ) -> Iterator[str]:
     """Exports the newest valid checkpoint of a run, or that of `step`. Yields what was done, in sentences. Adapters are
     exported by themselves, or with `merge` as part of the weights."""

@@ -114,8 +114,11 @@ class MetricsProcessor:
         self.folder.log_event(kind, message, step=self.ranks.last_step)
         self.progress.print_event(kind, message)
 
-    def log_step(self, step: int, outcome: StepResult, lr: float, start_time: float, data_wait: float) -> Verdict:
-        """Logs a step that began at `start_time` and waited `data_wait` seconds for data. Returns the verdict on it."""
+    def log_step(
+        self, step: int, outcome: StepResult, lr: float, start_time: float, data_wait: float, hold: bool = False
+    ) -> Verdict:
+        """Logs a step that began at `start_time` and waited `data_wait` seconds for data. Returns the verdict on it.
+        `hold` leaves writing to `flush`, since a validation belongs to the step."""
         self.engine.timer.begin_phase("")
         engine = self.engine
         replicas = engine.mesh["local_sgd"]
@@ -163,7 +166,7 @@ class MetricsProcessor:
                 record |= {"expert_bytes": int(total_sent), "expert_wait_seconds": mean_wait}
             record["expert_load"] = [round(share, 5) for share in load]
         self._unwritten = record, previous_step, rows
-        if not self.writes_later:
+        if not (self.writes_later or hold):
             self.flush()
         return Verdict(loss, grad_norm, bool(skipped), int(stop_signal), bool(is_corrupt))
 
@@ -176,6 +179,11 @@ class MetricsProcessor:
         self._pinned.copy_(values, non_blocking=True)
         torch.cuda.current_stream().synchronize()
         return self._pinned.tolist()  # type: ignore[no-any-return]
+
+    def add_validation(self, values: dict[str, Any]) -> None:
+        """Adds the result of a validation to the record of the last step, if it is unwritten."""
+        if self._unwritten is not None:
+            self._unwritten[0]["validation"] = values
 
     def flush(self) -> None:
         """Writes the record of the last step, if it is unwritten."""
