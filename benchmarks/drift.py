@@ -27,14 +27,15 @@ ALPHABETS = {"plain": "etaoinshrdlucmfwypvbgkjqxz", "greek": "αοιετσνηυ
 
 def documents(rng: np.random.Generator, count: int, language: str = "plain", length: float = 1.0) -> list[str]:
     """Generates documents: words by a Zipf law over a vocabulary of the language."""
-    letters = list(ALPHABETS[language])
-    shares = 1.0 / np.arange(1, len(letters) + 1) ** 0.7
-    words = ["".join(rng.choice(letters, size=size, p=shares / shares.sum())) for size in rng.integers(1, 10, size=3000)]
-    frequency = 1.0 / np.arange(1, len(words) + 1)
-    sizes = np.maximum(3, rng.lognormal(np.log(60 * length), 0.6, size=count)).astype(int)
+    letters = np.array(list(ALPHABETS[language]))
+    shares = np.cumsum(1.0 / np.arange(1, len(letters) + 1) ** 0.7)
+    drawn = letters[np.searchsorted(shares / shares[-1], rng.random((1000, 10)), side="right")]
+    words = ["".join(row[:size]) for row, size in zip(drawn, rng.integers(1, 10, size=1000), strict=True)]
+    frequency = np.cumsum(1.0 / np.arange(1, len(words) + 1))
+    sizes = np.maximum(3, rng.lognormal(np.log(40 * length), 0.6, size=count)).astype(int)
     texts = []
     for size in sizes:
-        chosen = rng.choice(words, size=size, p=frequency / frequency.sum())
+        chosen = [words[n] for n in np.searchsorted(frequency / frequency[-1], rng.random(size), side="right")]
         texts.append(". ".join(" ".join(chosen[at : at + 12]) for at in range(0, size, 12)) + f" {rng.integers(10**6)}.")
     return texts
 

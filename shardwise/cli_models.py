@@ -1,14 +1,17 @@
-"""The commands on trained models: sample, eval, export, merge."""
+"""The commands on trained models: sample, eval, export, merge, drift."""
 
 import os
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option
+from typer import Argument, Exit, Option
 
 from shardwise import quick_import
 from shardwise.cli_options import JsonFlag, Overrides
 from shardwise.console import print_line
+from shardwise.files import require_parent_folder
+
+StepOption = Annotated[str, Option(help="Checkpoint: a step, or best; default: the newest.")]
 
 
 def sample(
@@ -34,7 +37,7 @@ def evaluate(
     data: Annotated[list[str] | None, Option(help="Text or JSONL file for the perplexity; repeatable.")] = None,
     tasks: Annotated[list[Path] | None, Option(help="Task file (YAML, as lm-eval's); repeatable.")] = None,
     layout: Annotated[str, Option(help='Layout, e.g. "tensor=2"; default: one process.')] = "",
-    step: Annotated[str, Option(help="Checkpoint of the run: a step, or best; default: the newest.")] = "",
+    step: StepOption = "",
     batch: Annotated[int, Option(min=1, help="Rows that are computed at once.")] = 8,
     overrides: Overrides = None, as_json: JsonFlag = False,
 ) -> None:  # fmt: skip
@@ -49,34 +52,54 @@ def evaluate(
             print_line(line)
 
 
-def export(
-    run: Annotated[Path, Argument(help="Run folder with a checkpoint.")],
-    out: Annotated[Path, Argument(help="Folder to write; it must not exist.")],
-    step: Annotated[str, Option(help="Checkpoint to export: a step, or best; default: the newest.")] = "",
-    dtype: Annotated[str, Option(help="float32, bf16, fp16 or float64; auto: as the run's first weights.")] = "auto",
-    max_shard_size: Annotated[float, Option(min=0.001, help="Size of the largest weight file, in GB.")] = 5.0,
-    check: Annotated[bool, Option("--check", help="Load it with transformers and compare every logit.")] = False,
-) -> None:
-    """Writes the weights of a run as a folder that transformers loads, with config and tokenizer."""
-    export_run = quick_import("shardwise.train.export").export_run
+DtypeOption = Annotated[str, Option(help="float32, bf16, fp16 or float64; auto: as the run's first weights.")]
+ShardSize = Annotated[float, Option(min=0.001, help="Size of the largest weight file, in GB.")]
+CheckFlag = Annotated[bool, Option("--check", help="Load it with transformers and compare; write a reference sample.")]
+Gates = Annotated[list[str] | None, Option("--gate", help='Condition, e.g. "validation.loss <= 2.1"; repeatable.')]
+OutFolder = Annotated[Path, Argument(help="Folder to write; it must not exist.")]
 
-    for sentence in export_run(run, out, step, dtype, int(max_shard_size * 1e9), check):
-        print_line(sentence)
+
+def export(
+    run: Annotated[Path, Argument(help="Run folder with a checkpoint.")], out: OutFolder, step: StepOption = "",
+    dtype: DtypeOption = "auto", max_shard_size: ShardSize = 5.0, check: CheckFlag = False, gate: Gates = None,
+) -> None:  # fmt: skip
+    """Writes a run as a folder that transformers loads, with model card, proof and data profile."""
+    _hand_over(run, out, step, dtype, max_shard_size, check, gate, merges=False)
 
 
 def merge(
-    run: Annotated[Path, Argument(help="Run folder with a checkpoint of adapters (model.lora).")],
-    out: Annotated[Path, Argument(help="Folder to write; it must not exist.")],
-    step: Annotated[str, Option(help="Checkpoint to merge: a step, or best; default: the newest.")] = "",
-    dtype: Annotated[str, Option(help="float32, bf16, fp16 or float64; auto: as the run's first weights.")] = "auto",
-    max_shard_size: Annotated[float, Option(min=0.001, help="Size of the largest weight file, in GB.")] = 5.0,
-    check: Annotated[bool, Option("--check", help="Load it with transformers and compare every logit.")] = False,
-) -> None:
+    run: Annotated[Path, Argument(help="Run folder with a checkpoint of adapters (model.lora).")], out: OutFolder,
+    step: StepOption = "", dtype: DtypeOption = "auto", max_shard_size: ShardSize = 5.0, check: CheckFlag = False,
+    gate: Gates = None,
+) -> None:  # fmt: skip
     """Adds the adapters of a run to the weights that it started from, and writes a folder that transformers loads."""
-    export_run = quick_import("shardwise.train.export").export_run
+    _hand_over(run, out, step, dtype, max_shard_size, check, gate, merges=True)
 
-    for sentence in export_run(run, out, step, dtype, int(max_shard_size * 1e9), check, merge=True):
+
+def _hand_over(
+    run: Path, out: Path, step: str, dtype: str, gigabytes: float, check: bool, gates: list[str] | None, merges: bool
+) -> None:
+    hand_over = quick_import("shardwise.export.handover").hand_over
+
+    for sentence in hand_over(run, out, step, dtype, int(gigabytes * 1e9), check, merges, gates or []):
         print_line(sentence)
 
 
-COMMANDS = {"sample": sample, "eval": evaluate, "export": export, "merge": merge}
+def drift(
+    profile: Annotated[Path, Argument(help="The data-profile.json of an export.")],
+    new: Annotated[str, Argument(help="New data: a file or folder of the same kind, or another profile (.json).")],
+    threshold: Annotated[float, Option(min=0.0, help="PSI above which a column counts as moved.")] = 0.1,
+    page: Annotated[Path | None, Option("--html", help="Write a page with the histograms side by side.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Compares new data with the profile of the training data, column by column; exits with 1 if one has drifted."""
+    module = quick_import("shardwise.export.drift")
+
+    require_parent_folder(page)
+    found = module.drift(profile, new, threshold, page)
+    print_line(module.drift_json(found) if as_json else module.drift_text(found))
+    if any(column.drifted for column in found):
+        raise Exit(1)
+
+
+COMMANDS = {"sample": sample, "eval": evaluate, "export": export, "merge": merge, "drift": drift}

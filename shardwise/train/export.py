@@ -7,7 +7,7 @@ under its name once it is complete.
 import json
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -228,10 +228,13 @@ def open_checkpoint(folder: RunFolder, step: str | None, dtype: torch.dtype) -> 
 
 
 def export_run(
-    run: Path, out: Path, step: str | None, dtype: str, max_file_bytes: int, check: bool = False, merge: bool = False
-) -> Iterator[str]:
+    run: Path, out: Path, step: str | None, dtype: str, max_file_bytes: int, check: bool = False, merge: bool = False,
+    before: Callable[[Export], None] = lambda export: None,
+    after: Callable[[Export, Path, str], str] = lambda export, folder, checked: "",
+) -> Iterator[str]:  # fmt: skip
     """Exports the newest valid checkpoint of a run, or that of `step`. Yields what was done, in sentences. Adapters are
-    exported by themselves, or with `merge` as part of the weights."""
+    exported by themselves, or with `merge` as part of the weights. `before` may refuse what is to be written; `after`
+    adds to the folder before it gets its name, and gets the sentence of a check."""
     if dtype not in ("auto", *DTYPES):
         raise JobError(f"--dtype {dtype} is not one of auto, {', '.join(DTYPES)}.")
     if out.exists():
@@ -245,6 +248,7 @@ def export_run(
         raise JobError("--check compares whole models; use it with `shardwise merge`.")
     auto = torch.float32 if lora is not None and not merge else _folder_dtype(job)
     export = open_checkpoint(folder, step, DTYPES.get(dtype) or auto)
+    before(export)
     temporary = out.with_name(f"{out.name}.partial-{uuid.uuid4().hex[:8]}")
     try:
         temporary.mkdir()
@@ -258,6 +262,7 @@ def export_run(
         if folder.tokenizer.exists() and not (temporary / "tokenizer.json").exists():
             shutil.copy(folder.tokenizer, temporary)
         checked = export.check(temporary) if check else ""
+        added = after(export, temporary, checked)
         temporary.rename(out)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -265,7 +270,7 @@ def export_run(
             raise RunError(f"{out} could not be written: {error.strerror}.") from None
         raise
     yield f"exported: step {export.step} of {run} to {out}, {size / 1e9:.3g} GB in {dtype_name(export.dtype)}."
-    yield from [checked] if check else []
+    yield from filter(None, (checked, added))
 
 
 def _folder_dtype(job: Job) -> torch.dtype:
