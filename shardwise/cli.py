@@ -309,8 +309,8 @@ def doctor(
 
 for _command in (*cli_cluster.COMMANDS, *watch.COMMANDS):
     app.command()(_command)
-for _name, _command in cli_models.COMMANDS.items():
-    app.command(_name)(_command)
+for _name, _function in cli_models.COMMANDS.items():
+    app.command(_name)(_function)
 
 
 @app.command()

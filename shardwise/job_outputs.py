@@ -26,8 +26,8 @@ class ValidationConfig(ConfigSection):
     samples: int = Field(64, ge=1, le=10**9)
     """Maximum number of held-out samples to evaluate, of each set."""
     sets: dict[str, ValidationSet] = {}
-    """Sets with files of their own, by name: `code = "code.jsonl"`, or with keys, `{ path = "code.jsonl", weight = 2 }`.
-    The validation loss is then the mean of theirs by weight."""
+    """Sets with files of their own, by name: `code = "code.jsonl"`, or with keys: `{ path = "a.txt", weight = 2 }`. The
+    validation loss is then the mean of theirs by weight."""
     patience: int = Field(0, ge=0, le=10**9)
     """End the run after this many validations in a row without a lower validation loss; 0: never."""
     keep_best: bool = False

@@ -2,7 +2,6 @@
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -180,8 +179,9 @@ def test_tasks(run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
     found = evaluate(run.path, [], [write_tasks(tmp_path)])
     model = LanguageModel(run.path)
-    scores = [[plain_score(model, list(f"The capital of {r['country']}".rstrip().encode()) + list(b" is"), list(f" {c}".encode()))
-               for c in r["choices"]] for r in CHOICES[:2]]  # fmt: skip
+    contexts = [list(f"The capital of {record['country']} is".encode()) for record in CHOICES[:2]]
+    scores = [[plain_score(model, context, list(f" {choice}".encode())) for choice in record["choices"]]
+              for context, record in zip(contexts, CHOICES)]  # fmt: skip
     best = [int(np.argmax(row)) for row in scores]
     assert found["capitals"]["samples"] == 3
     assert found["capitals"]["python:eval_metrics:chosen"] >= sum(best) / 3

@@ -1,14 +1,13 @@
 """The profile of a run's data: histograms with fixed bins, column by column, small enough to travel with the model.
 
-Text has a row per document (a text file is cut into passages): its length in bytes, tokens per byte, the shares of classes
-of bytes, whether it repeats another one; and the counts of the most frequent tokens. Images and clicks have a row per
-sample and a column per channel or feature. `shardwise drift` counts new data in the same bins.
+Text has a row per document (a text file is cut into passages): its length in bytes, tokens per byte, the shares of
+classes of bytes, whether it repeats another one; and the counts of the most frequent tokens. Images and clicks have a
+row per sample and a column per channel or feature. `shardwise drift` counts new data in the same bins.
 """
 
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from shardwise.job import Job
 
 MAX_ROWS, PASSAGE_BYTES, TOP_TOKENS = 5000, 2000, 64
 SHARES = np.linspace(0.0, 1.0, 41).tolist()
-BINS = {"length": [0.0, *(float(2 ** (n / 2)) for n in range(0, 44))], "duplicate": [0.0, 0.5, 1.0],
+BINS = {"length": [0.0, *(float(2 ** (n / 2)) for n in range(44))], "duplicate": [0.0, 0.5, 1.0],
         "tokens_per_byte": np.linspace(0.0, 1.25, 51).tolist()}  # fmt: skip
 BYTE_CLASSES = {"letters": b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ", "digits": b"0123456789",
                 "spaces": b" \t\r\n", "beyond_ascii": bytes(range(128, 256))}  # fmt: skip
@@ -33,14 +32,15 @@ Columns = dict[str, dict[str, Any]]
 
 def text_passages(job: Job, path: str = "") -> Iterator[str]:
     """Yields the documents of the job's data, or of a file; those of text files in passages."""
-    data, names = job.data, [path] if path else list(job.data.mix) or [job.data.path]
-    for name in names:
-        is_jsonl = name.endswith((".jsonl", ".ndjson")) or (data.source == "jsonl" and Path(name).is_dir())
-        source = "jsonl" if is_jsonl else "stdlib" if not path and "stdlib" in (name, data.source) else "text"
-        chunks = read_chunks(source, name, data.text_field, DataRecord().take(find_files(source, name)))
-        for chunk in chunks:
-            size = len(chunk.text) if is_jsonl else PASSAGE_BYTES
-            yield from (chunk.text[at : at + size] for at in range(0, len(chunk.text), max(1, size)))
+    data = job.data
+    for name in [path] if path else list(data.mix) or [data.path]:
+        source = data.source
+        if path or data.mix:
+            is_jsonl = name.endswith((".jsonl", ".ndjson")) or (source == "jsonl" and Path(name).is_dir())
+            source = "stdlib" if name == "stdlib" else "jsonl" if is_jsonl else "text"
+        for chunk in read_chunks(source, name, data.text_field, DataRecord().take(find_files(source, name))):
+            size = len(chunk.text) if source == "jsonl" else PASSAGE_BYTES
+            yield from (chunk.text[at : at + size] for at in range(0, len(chunk.text), size))
 
 
 def thin(rows: Iterable[Any], limit: int = MAX_ROWS) -> list[Any]:

@@ -2,8 +2,8 @@
 
 For each column: the population stability index (PSI), a measure of size, and a test, a measure of chance: Kolmogorov-
 Smirnov for numbers, chi-square for tokens, whose counts are scaled to the number of documents, because tokens of one
-document are not independent. A column has drifted if its PSI exceeds the threshold by more than chance gives, and if its p-value is
-below 1% divided by the number of columns.
+document are not independent. A column has drifted if its PSI exceeds the threshold by more than chance gives, and if
+its p-value is below 1% divided by the number of columns.
 """
 
 import html
@@ -80,8 +80,8 @@ def read_profile(path: Path) -> dict[str, Any]:
     try:
         found = parse_json(path.read_bytes())
         for column in found["columns"].values():
-            assert len(column["counts"]) == len(column.get("edges", column.get("categories"))) + (
-                1 if "categories" in column else -1
+            assert len(column["counts"]) == (
+                len(column["edges"]) - 1 if "edges" in column else len(column["categories"]) + 1
             )
         return found  # type: ignore[no-any-return]
     except OSError as error:
@@ -111,7 +111,8 @@ def _read_new(old: dict[str, Any], profile: Path, new: str) -> Columns:
 
 
 def drift_text(found: list[ColumnDrift]) -> str:
-    rows = [f"{one.column:<18} PSI {one.psi:7.3f}  p {one.p:8.1e} ({one.test}){'  DRIFTED' * one.drifted}" for one in found]
+    rows = [f"{one.column:<18} PSI {one.psi:7.3f}  p {one.p:8.1e} ({one.test}){'  DRIFTED' * one.drifted}"
+            for one in found]  # fmt: skip
     moved = [one.column for one in found if one.drifted]
     return "\n".join([*rows, f"drifted: {', '.join(moved)}." if moved else "no column has drifted."])
 
@@ -125,10 +126,11 @@ def drift_page(found: list[ColumnDrift], old: Columns, new: Columns, title: str)
     template = (Path(__file__).parent / "assets" / "drift.html").read_text(encoding="utf-8")
     parts = []
     for one in sorted(found, key=lambda one: (not one.drifted, -one.psi)):
-        shares = [np.asarray(side["counts"]) / max(1, sum(side["counts"])) for side in (old[one.column], new[one.column])]
+        both = old[one.column], new[one.column]
+        shares = [np.asarray(side["counts"]) / max(1, sum(side["counts"])) for side in both]
         used = np.nonzero(shares[0] + shares[1])[0]
         bins = slice(int(used[0]), int(used[-1]) + 1) if len(used) else slice(0, 1)
-        names = old[one.column].get("edges") or [*old[one.column]["categories"], "other"]
+        names = both[0].get("edges") or [*both[0]["categories"], "other"]
         names = [f"{name:.3g}" if isinstance(name, float) else str(name) for name in names]
         top = max(float(shares[0].max()), float(shares[1].max()), 1e-12)
         bars = "".join(
@@ -137,7 +139,8 @@ def drift_page(found: list[ColumnDrift], old: Columns, new: Columns, title: str)
             for name, a, b in zip(names[bins], shares[0][bins], shares[1][bins])
         )
         state = "drifted" if one.drifted else "same"
-        head = f"<h2>{html.escape(one.column)} <span>{state}</span></h2><p>PSI {one.psi:.3f}, p {one.p:.1e} ({one.test})</p>"
+        head = f"<h2>{html.escape(one.column)} <span>{state}</span></h2>"
+        test = f"<p>PSI {one.psi:.3f}, p {one.p:.1e} ({one.test})</p>"
         axis = f"<p><small>{html.escape(names[bins.start])} to {html.escape(names[bins.stop - 1])}</small></p>"
-        parts.append(f'<section class="{state}">{head}<div class="bars">{bars}</div>{axis}</section>')
+        parts.append(f'<section class="{state}">{head}{test}<div class="bars">{bars}</div>{axis}</section>')
     return template.replace("{title}", html.escape(title)).replace("{columns}", "\n".join(parts))

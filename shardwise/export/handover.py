@@ -52,8 +52,9 @@ def hand_over(
     folder = RunFolder.open(run)
     conditions = folder.job().export.conditions() | _parse_gates(gates)
     return export_run(
-        run, out, step, dtype, max_file_bytes, check, merge, lambda export: check_gates(folder, export.step, conditions),
-        lambda export, place, checked: _write_beside(folder, export, place, checked, merge),
+        run, out, step, dtype, max_file_bytes, check, merge,
+        before=lambda export: check_gates(folder, export.step, conditions),
+        after=lambda export, place, checked: _write_beside(folder, export, place, checked, merge),
     )  # fmt: skip
 
 
@@ -64,7 +65,7 @@ def _parse_gates(gates: Sequence[str]) -> dict[str, tuple[str, float]]:
         try:
             found |= ExportConfig(gates={name: condition}).conditions()
         except ValueError:
-            raise JobError(f'--gate {gate!r} is no condition; write for example --gate "validation.loss <= 2.1".') from None
+            raise JobError(f'--gate {gate!r} is no condition; write for example "validation.loss <= 2.1".') from None
     return found
 
 
@@ -99,11 +100,10 @@ def _write_beside(folder: RunFolder, export: Export, out: Path, checked: str, me
         columns, problem = profile_data(job, tokenizer), ""
     except (DataError, JobError) as error:  # the data is elsewhere, or the model brings its own
         columns, problem = {}, str(error)
-    model = {"name": job.model.name} if job.model.sample_kind == "tokens" else job.model.model_dump(exclude={"weights", "lora"})
-    data = job.data.model_dump(exclude={"tokenizer", "mix"})
-    data |= {"source": "text", "path": "."} if data["source"] == "mix" else {}
-    profile = {"version": 1, "model": {"name": "gpt"} if "name" in model and len(model) == 1 else model, "data": data,
-               "columns": columns, **({"problem": problem} if problem else {})}  # fmt: skip
+    tokens = {"name": "gpt", "vocab": max(2, job.model.vocab_size), "sequence": job.model.text_window}
+    model = tokens if job.model.sample_kind == "tokens" else job.model.model_dump(exclude={"weights", "lora"})
+    data = {"source": "text" if job.data.mix else job.data.source, "text_field": job.data.text_field}
+    profile = {"version": 1, "model": model, "data": data, "columns": columns, "problem": problem}
     write_text(out / "data-profile.json", json.dumps(profile))
     if checked and (out / "config.json").exists() and (job.model.is_causal_lm or job.model.targets_are_text):
         told = _write_reference(folder, export, out, tokenizer)
@@ -116,7 +116,7 @@ def _write_beside(folder: RunFolder, export: Export, out: Path, checked: str, me
     proof = {
         "run": folder.path.name, "step": export.step, "layout": facts["layout"], "processes": facts["world"],
         "checked": checked or "no: exported without --check", "smoke_test": told or "no: exported without --check",
-        "versions": {name: _version(name) for name in ("shardwise", "torch", "transformers", "safetensors", "tokenizers")},
+        "versions": {name: _version(name) for name in ("shardwise", "torch", "transformers", "tokenizers")},
         "python": sys.version.split()[0], "job_sha256": _sha256(folder.path / "job.toml"), "sha256": hashes,
         "data": data_files, "metrics": measured(folder, export.step), "gates": job.export.gates,
     }  # fmt: skip
@@ -150,35 +150,37 @@ def _write_reference(folder: RunFolder, export: Export, out: Path, tokenizer: To
     command = [sys.executable, "-m", "shardwise.export.smoke", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
     if done.returncode:
-        raise RunError(f"a fresh process does not get the reference sample from the folder: {done.stderr.strip()[-500:]}")
+        raise RunError(f"a fresh process does not get the reference sample: {done.stderr.strip()[-500:]}")
     return "smoke test: a fresh process loads it, with the reference logits and greedy text."
 
 
 def _facts(folder: RunFolder, export: Export, merge: bool) -> dict[str, Any]:
     """Returns what the card and MLmodel say."""
-    job, manifest = folder.job(), read_manifest(export.checkpoint)
+    job, manifest, files = folder.job(), read_manifest(export.checkpoint), folder.data_record()
     records = [record for record in folder.metrics() if record.get("step", 0) <= export.step]
-    seconds, watts = sum(record.get("seconds", 0.0) for record in records), WATTS["GPU" if "mfu" in (records or [{}])[-1] else "CPU"]
+    hours = sum(record.get("seconds", 0.0) for record in records) / 3600
+    watts = WATTS["GPU" if records and "mfu" in records[-1] else "CPU"]
     samples, world = export.step * job.samples, int(manifest["world"])
     config = export.job.family.export_config(export.job.model) if export.lora is None or merge else {}
     found = {name: value for name, value in measured(folder, export.step).items() if name.startswith("validation.")}
     rows = [f"| {name.removeprefix('validation.')} | {value:.6g} |" for name, value in found.items()]
-    files = folder.data_record()
-    listed = [f"- `{Path(name).name}`: {file.size:,} bytes" for name, file in list(files.files.items())[:20]]
-    more = [f"- and {len(files.files) - 20} more"] if len(files.files) > 20 else []
-    counts = f" ({files.samples[0]:,} samples for training, {files.samples[1]:,} held out)" if len(files.samples) > 1 else ""
+    listed = [f"- `{Path(name).name}`: {file.size:,} bytes" for name, file in files.files.items()]
+    listed[20:] = [f"- and {len(listed) - 20} more"] if len(listed) > 20 else []
+    counts = "Source `{}`, {} samples for training and for validation:".format(
+        job.data.source, files.samples or "unknown"
+    )
     architecture = (config.get("architectures") or ["PeftModel"])[0]
-    is_lm = job.model.is_causal_lm or "CausalLM" in architecture or "LMHead" in architecture
+    is_lm = job.model.is_causal_lm or architecture.endswith(("CausalLM", "LMHeadModel"))
     return {
-        "name": folder.path.resolve().name, "run": folder.path.resolve().name, "task": "text-generation" if is_lm else "other",
-        "instance_type": "TextGenerationPipeline" if is_lm else "Pipeline", "architecture": architecture,
+        "name": folder.path.resolve().name, "run": folder.path.resolve().name, "architecture": architecture,
+        "task": "text-generation" if is_lm else "other", "transformers": _version("transformers"),
+        "instance_type": "TextGenerationPipeline" if is_lm else "Pipeline", "precision": job.precision,
         "description": job.model.description.capitalize(), "step": export.step, "total_steps": job.total_steps,
         "parameters": sum(weight.numel() for _, weight in export.model.named_unique_parameters()),
-        "dtype": dtype_name(export.dtype), "data": "\n".join([f"Source `{job.data.source}`{counts}:", "", *listed, *more]),
+        "dtype": dtype_name(export.dtype), "data": "\n".join([counts, "", *listed]),
         "samples": samples, "tokens": samples * job.model.sequence_length, "batch": job.samples, "lr": job.optimizer.lr,
-        "optimizer": job.optimizer.name, "layout": manifest["layout"], "world": world, "precision": job.precision,
-        "flops": 3 * sum(forward_flops(job.model)) * samples, "hours": seconds / 3600,
-        "energy": seconds / 3600 * world * watts / 1000, "watts": watts, "transformers": _version("transformers"),
+        "optimizer": job.optimizer.name, "layout": manifest["layout"], "world": world, "hours": hours, "watts": watts,
+        "flops": 3 * sum(forward_flops(job.model)) * samples, "energy": hours * world * watts / 1000,
         "evaluation": "\n".join(["| validation | |", "| --- | --- |", *rows]) if rows else "The run was not validated.",
         "start": f", starting from `{job.model.weights}`" if job.model.weights else "",
         "uuid": uuid.uuid4().hex, "time": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S.%f"),

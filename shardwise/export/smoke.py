@@ -46,7 +46,9 @@ def smoke_test(folder: Path) -> str:
             return f"the logits of {name} differ: their checksum is {found} instead of {expected}."
         count = len(reference["greedy_ids"])
         greedy = greedy_tokens(lambda rows: model(input_ids=rows).logits[0, -1], reference["prompt_ids"], count)
-    return "" if greedy == reference["greedy_ids"] else f"{name} continues with {greedy}, not {reference['greedy_ids']}."
+    return (
+        "" if greedy == reference["greedy_ids"] else f"{name} continues with {greedy}, not {reference['greedy_ids']}."
+    )
 
 
 if __name__ == "__main__":

@@ -194,8 +194,8 @@ def _make_next_folder(parent: Path) -> Path:
 
 # Job keys that --resume may change. All others define the run.
 RESUMABLE_KEYS = (
-    "layout", "steps", "tokens", "compile", "tracker", "data.workers", "data.prefetch", "checkpoint.*", "validation.*", "export.*",
-    "run.device", "run.processes", "run.cluster", "run.max_restarts", "run.hang_timeout", "run.standby",
+    "layout", "steps", "tokens", "compile", "tracker", "data.workers", "data.prefetch", "checkpoint.*", "validation.*",
+    "export.*", "run.device", "run.processes", "run.cluster", "run.max_restarts", "run.hang_timeout", "run.standby",
     "run.elastic", "run.rejoin_timeout", "run.join_timeout", "run.node_patience", "run.on_nan",
     "run.loss_spike_threshold", "run.checksum_every", "run.redundant_compute_every", "run.max_corruptions",
     "embedding_tables.sharding", "embedding_tables.cached_rows", "embedding_tables.prefetch",
