@@ -300,6 +300,9 @@ class Job(ConfigSection):
             return max(1, self.batch.tokens // self.model.sequence_length)
         return 32
 
+    def is_validated_after(self, step: int) -> bool:
+        return step == self.total_steps or bool(self.validation.every and step % self.validation.every == 0)
+
     @property
     def trackers(self) -> tuple[str, ...]:
         names = (self.tracker,) if isinstance(self.tracker, str) else self.tracker

@@ -175,14 +175,12 @@ class TrainingLoop:
                         with suppress(DataError):  # the next step raises it again, once this one is logged
                             next_samples = next(batches)[1].to(self.device)
                         self._set_phase("computing", done, overlapped=True)
-                is_validated = _is_due(done, self.job.validation.every) or done == last
-                waited = loader.wait_seconds - waited
-                verdict = self.metrics.log_step(done, outcome, rate, begin, waited, hold=is_validated)
+                verdict = self.metrics.log_step(done, outcome, rate, begin, loader.wait_seconds - waited)
                 self._tell("on_step", done, lambda: {"loss": float(outcome.loss), "grad_norm": float(outcome.grad_norm),
                                                      "lr": rate})  # fmt: skip
                 self.corruption_detector.evaluate(done, verdict.is_corrupt)
                 self.anomaly_policy.evaluate(done, verdict, samples)
-                stops_early = is_validated and self._validate(done)
+                stops_early = self.job.is_validated_after(done) and self._validate(done)
                 if _is_due(done, self.job.checkpoint.every) or done == last or verdict.stop_signal or stops_early:
                     self._save(done)
                 if stops_early:

@@ -114,11 +114,8 @@ class MetricsProcessor:
         self.folder.log_event(kind, message, step=self.ranks.last_step)
         self.progress.print_event(kind, message)
 
-    def log_step(
-        self, step: int, outcome: StepResult, lr: float, start_time: float, data_wait: float, hold: bool = False
-    ) -> Verdict:
-        """Logs a step that began at `start_time` and waited `data_wait` seconds for data. Returns the verdict on it.
-        `hold` leaves writing to `flush`, since a validation belongs to the step."""
+    def log_step(self, step: int, outcome: StepResult, lr: float, start_time: float, data_wait: float) -> Verdict:
+        """Logs a step that began at `start_time` and waited `data_wait` seconds for data. Returns the verdict on it."""
         self.engine.timer.begin_phase("")
         engine = self.engine
         replicas = engine.mesh["local_sgd"]
@@ -166,7 +163,7 @@ class MetricsProcessor:
                 record |= {"expert_bytes": int(total_sent), "expert_wait_seconds": mean_wait}
             record["expert_load"] = [round(share, 5) for share in load]
         self._unwritten = record, previous_step, rows
-        if not (self.writes_later or hold):
+        if not (self.writes_later or self.job.is_validated_after(step)):  # whose result belongs to the record
             self.flush()
         return Verdict(loss, grad_norm, bool(skipped), int(stop_signal), bool(is_corrupt))
 
