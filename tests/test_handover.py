@@ -8,12 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from browser import CHROMIUM, Browser
 from test_docs import ROOT
 from test_eval import TINY, train_run
 
 from shardwise.cli import app
+from shardwise.data.tokenizer import ByteTokenizer
 from shardwise.errors import JobError, RunError, UserError
-from shardwise.export.data_profile import profile_samples, thin
+from shardwise.export.data_profile import profile_samples, profile_text, thin
 from shardwise.export.drift import compare_columns, drift, drift_page, read_profile
 from shardwise.export.handover import hand_over
 from shardwise.export.smoke import smoke_test
@@ -87,7 +89,10 @@ def test_drift_command(exported: tuple[RunFolder, Path], tmp_path: Path, capsys:
     assert run_drift(profile, str(tmp_path / "new.jsonl"), "--html", str(tmp_path / "page.html")) == 1
     assert "drifted: " in capsys.readouterr().out
     page = (tmp_path / "page.html").read_text()
-    assert "prefers-color-scheme: dark" in page and "beyond_ascii <span>drifted" in page and "http" not in page
+    assert "prefers-color-scheme: dark" in page and "http" not in page
+    data = json.loads(page.partition('type="application/json">')[2].partition("</script>")[0])
+    assert {one["column"] for one in data["columns"] if one["drifted"]} >= {"beyond_ascii", "length"}
+    assert data["columns"][0]["drifted"] and sum(data["columns"][0]["new"]["counts"]) == 200
     assert run_drift(profile, profile) == 0
     for arguments in ([profile, str(tmp_path / "gone.jsonl")], [str(tmp_path / "new.jsonl"), profile]):
         with pytest.raises(UserError):
@@ -123,7 +128,7 @@ def test_images_and_clicks_have_a_column_per_feature(model: dict[str, Any]) -> N
     shifted = {name: {**column, "counts": column["counts"][::-1]} for name, column in columns.items()}
     shifted = {name: {**c, "counts": [sum(c["counts"]), *[0] * (len(c["counts"]) - 1)]} for name, c in shifted.items()}
     found = compare_columns(columns, shifted)
-    assert any(one.drifted for one in found) and "<section" in drift_page(found, columns, shifted, "x")
+    assert any(one.drifted for one in found) and "label" in drift_page(found, columns, shifted, "x")
 
 
 def test_thin_keeps_rows_of_the_whole() -> None:
@@ -140,3 +145,22 @@ def test_profile_is_written_without_the_data(tmp_path: Path) -> None:
     assert profile["columns"] == {} and "corpus.txt" in profile["problem"]
     with pytest.raises(UserError, match="no column"):
         drift(tmp_path / "out" / "data-profile.json", str(tmp_path / "out" / "data-profile.json"))
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="needs Chromium")
+@pytest.mark.parametrize("dark", [False, True])
+def test_drift_page_in_a_browser(dark: bool, tmp_path: Path) -> None:
+    benchmark = load_benchmark()
+    rng, tokenizer = np.random.default_rng(0), ByteTokenizer()
+    old = profile_text(benchmark.documents(rng, 300), tokenizer)
+    new = profile_text(benchmark.documents(rng, 200, "accents"), tokenizer, old)
+    (tmp_path / "page.html").write_text(drift_page(compare_columns(old, new), old, new, "<new> against old"))
+    with Browser(dark=dark) as browser:
+        browser.open((tmp_path / "page.html").as_uri())
+        browser.wait("document.querySelectorAll('section').length === 8")
+        assert browser.js("document.querySelectorAll('section.drifted').length") >= 3
+        assert browser.js("[...document.querySelectorAll('.bars')].every((one) => one.children.length > 0)")
+        assert browser.js("document.querySelector('h1').textContent") == "<new> against old"
+        assert browser.js("document.documentElement.scrollWidth <= innerWidth")
+        paint = browser.js("getComputedStyle(document.body).backgroundColor")
+        assert paint == ("rgb(22, 24, 28)" if dark else "rgb(255, 255, 255)") and not browser.console

@@ -91,15 +91,10 @@ class EvalTask(ConfigSection):
         name = self.data or (named[0] if isinstance(named, list) else named)
         if not name:
             raise JobError(f"task {self.task!r} names no file; set data, or dataset_kwargs.data_files.")
-        path = folder / name
-        try:
-            lines = path.read_bytes().splitlines()
-        except OSError as error:
-            raise DataError(f"task {self.task!r}: {path} cannot be read: {error.strerror}.") from None
-        records = [parse_record(line) for line in lines if line.strip()]
+        records = [parse_record(line) for line in (folder / name).read_bytes().splitlines() if line.strip()]
         if not records or None in records:
             place = f"line {records.index(None) + 1} is no JSON object" if records else "it is empty"
-            raise DataError(f"task {self.task!r}: {path}: {place}; write one JSON object per line.")
+            raise DataError(f"task {self.task!r}: {folder / name}: {place}; write one JSON object per line.")
         return [record for record in records if record is not None]
 
 
@@ -111,8 +106,6 @@ def load_tasks(path: Path) -> list[EvalTask]:
         raise JobError("task files need PyYAML, which is not installed; run `pip install pyyaml`.") from None
     try:
         found = list(yaml.safe_load_all(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise JobError(f"{path} cannot be read: {error.strerror}.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise JobError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
     known, tasks = EvalTask.model_fields, list[EvalTask]()

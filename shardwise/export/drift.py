@@ -6,7 +6,6 @@ document are not independent. A column has drifted if its PSI exceeds the thresh
 its p-value is below 1% divided by the number of columns.
 """
 
-import html
 import json
 import math
 from dataclasses import asdict, dataclass
@@ -124,23 +123,7 @@ def drift_json(found: list[ColumnDrift]) -> str:
 def drift_page(found: list[ColumnDrift], old: Columns, new: Columns, title: str) -> str:
     """Returns one page without outside files: the histograms of both, side by side, drifted columns first."""
     template = (Path(__file__).parent / "assets" / "drift.html").read_text(encoding="utf-8")
-    parts = []
-    for one in sorted(found, key=lambda one: (not one.drifted, -one.psi)):
-        both = old[one.column], new[one.column]
-        shares = [np.asarray(side["counts"]) / max(1, sum(side["counts"])) for side in both]
-        used = np.nonzero(shares[0] + shares[1])[0]
-        bins = slice(int(used[0]), int(used[-1]) + 1) if len(used) else slice(0, 1)
-        names = both[0].get("edges") or [*both[0]["categories"], "other"]
-        names = [f"{name:.3g}" if isinstance(name, float) else str(name) for name in names]
-        top = max(float(shares[0].max()), float(shares[1].max()), 1e-12)
-        bars = "".join(
-            f'<div class="bin" title="{html.escape(name)}: {a:.1%} before, {b:.1%} now">'
-            f'<i style="height:{100 * a / top:.1f}%"></i><b style="height:{100 * b / top:.1f}%"></b></div>'
-            for name, a, b in zip(names[bins], shares[0][bins], shares[1][bins])
-        )
-        state = "drifted" if one.drifted else "same"
-        head = f"<h2>{html.escape(one.column)} <span>{state}</span></h2>"
-        test = f"<p>PSI {one.psi:.3f}, p {one.p:.1e} ({one.test})</p>"
-        axis = f"<p><small>{html.escape(names[bins.start])} to {html.escape(names[bins.stop - 1])}</small></p>"
-        parts.append(f'<section class="{state}">{head}{test}<div class="bars">{bars}</div>{axis}</section>')
-    return template.replace("{title}", html.escape(title)).replace("{columns}", "\n".join(parts))
+    ordered = sorted(found, key=lambda one: (not one.drifted, -one.psi))
+    columns = [{**asdict(one), "old": old[one.column], "new": new[one.column]} for one in ordered]
+    data = json.dumps({"title": title, "columns": columns}).replace("<", "\\u003c")
+    return template.replace("{data}", data)
