@@ -297,3 +297,36 @@ def test_command_prints_json(run: RunFolder, tmp_path: Path, capsys: Any, monkey
     found = json.loads(capsys.readouterr().out)
     assert found["held.jsonl"]["documents"] == 2
     assert list(found) == ["held.jsonl", "capitals", "continue", "words", "pages"]
+
+
+@pytest.mark.parametrize("kind", ["gpt_neox", "mixtral"])
+def test_folders_of_transformers(kind: str, tmp_path: Path) -> None:
+    """A folder that only transformers computes, and one of ours, with experts over two ranks; both continue text."""
+    transformers = pytest.importorskip("transformers")
+    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24,
+             "vocab_size": 256, "max_position_embeddings": 32, "sliding_window": None}  # fmt: skip
+    torch.manual_seed(0)
+    shape |= {"num_key_value_heads": 2, "num_local_experts": 4} if kind == "mixtral" else {}
+    config = transformers.CONFIG_MAPPING[kind](**shape)
+    module = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    module.save_pretrained(tmp_path / "folder")
+    model = LanguageModel(tmp_path / "folder")
+    ids = list(b"some text to score")
+    with torch.no_grad():
+        logits = module(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+    expected = sum(float(logits[n, ids[n + 1]]) for n in range(8, len(ids) - 1))
+    assert model.length == 32
+    assert model.score_tokens([(ids[:9], ids[9:])])[0][0] == pytest.approx(expected, rel=1e-5)
+    greedy = module.generate(torch.tensor([ids]), max_new_tokens=6, do_sample=False, pad_token_id=0, eos_token_id=255)
+    new = ByteTokenizer().decode(greedy[0, len(ids) :].numpy())
+    options = {"max_gen_toks": 6, "do_sample": False}
+    assert model.generate_until([Request(("some text to score", options))]) == [new.partition("\0")[0]]
+    if kind == "mixtral":
+        (tmp_path / "text.txt").write_text("some text to score, of more than one window")
+        arguments = tmp_path / "folder", [str(tmp_path / "text.txt")], []
+        one = run_world(evaluate, 1, *arguments)[0]
+        two = evaluate(*arguments, "shard=2 expert=2")
+        assert two[arguments[1][0]] == pytest.approx(one[arguments[1][0]], rel=1e-5)
+    else:
+        with pytest.raises(JobError, match="in one process"):
+            evaluate(tmp_path / "folder", ["x.txt"], [], "tensor=2")
