@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Argument, Option
 
-from shardwise import __version__, cli_cluster, quick_import
+from shardwise import __version__, cli_cluster, cli_models, quick_import
 from shardwise.cli_laws import laws
 from shardwise.cli_options import JobFile, JsonFlag, LayoutOption, Overrides
 from shardwise.console import print_line
@@ -286,6 +286,8 @@ def doctor(
 
 for _command in (*cli_cluster.COMMANDS, *watch.COMMANDS):
     app.command()(_command)
+for _name, _function in cli_models.COMMANDS.items():
+    app.command(_name)(_function)
 
 
 @app.command()
@@ -301,52 +303,6 @@ def chaos(
     print_line(json.dumps(report.as_dict()) if as_json else report.text())
     if not report.ok:
         raise typer.Exit(1)
-
-
-@app.command()
-def sample(
-    run: Annotated[Path, Argument(help="Run folder with a checkpoint.")],
-    prompt: Annotated[str, Option(help="Text to continue.")] = "",
-    tokens: Annotated[int, Option(min=1, help="Number of tokens to generate.")] = 256,
-    temperature: Annotated[float, Option(min=0.0, help="Sampling temperature; 0 is greedy decoding.")] = 0.8,
-    seed: Annotated[int, Option(min=0, help="Sampling seed.")] = 0,
-) -> None:
-    """Generates text with the model of a run, on one device."""
-    sample_run = quick_import("shardwise.train.generate").sample_run
-
-    print_line(sample_run(run, prompt, tokens, temperature, seed))
-
-
-@app.command()
-def export(
-    run: Annotated[Path, Argument(help="Run folder with a checkpoint.")],
-    out: Annotated[Path, Argument(help="Folder to write; it must not exist.")],
-    step: Annotated[int | None, Option(min=0, help="Checkpoint to export; default: the newest.")] = None,
-    dtype: Annotated[str, Option(help="float32, bf16, fp16 or float64; auto: as the run's first weights.")] = "auto",
-    max_shard_size: Annotated[float, Option(min=0.001, help="Size of the largest weight file, in GB.")] = 5.0,
-    check: Annotated[bool, Option("--check", help="Load it with transformers and compare every logit.")] = False,
-) -> None:
-    """Writes the weights of a run as a folder that transformers loads, with config and tokenizer."""
-    export_run = quick_import("shardwise.train.export").export_run
-
-    for sentence in export_run(run, out, step, dtype, int(max_shard_size * 1e9), check):
-        print_line(sentence)
-
-
-@app.command()
-def merge(
-    run: Annotated[Path, Argument(help="Run folder with a checkpoint of adapters (model.lora).")],
-    out: Annotated[Path, Argument(help="Folder to write; it must not exist.")],
-    step: Annotated[int | None, Option(min=0, help="Checkpoint to merge; default: the newest.")] = None,
-    dtype: Annotated[str, Option(help="float32, bf16, fp16 or float64; auto: as the run's first weights.")] = "auto",
-    max_shard_size: Annotated[float, Option(min=0.001, help="Size of the largest weight file, in GB.")] = 5.0,
-    check: Annotated[bool, Option("--check", help="Load it with transformers and compare every logit.")] = False,
-) -> None:
-    """Adds the adapters of a run to the weights that it started from, and writes a folder that transformers loads."""
-    export_run = quick_import("shardwise.train.export").export_run
-
-    for sentence in export_run(run, out, step, dtype, int(max_shard_size * 1e9), check, merge=True):
-        print_line(sentence)
 
 
 @app.command()

@@ -15,6 +15,7 @@ from pydantic import Field, SerializeAsAny, ValidationError, field_validator, mo
 from shardwise.errors import JobError, LayoutError, shorten
 from shardwise.files import parse_toml
 from shardwise.job_errors import describe_problems
+from shardwise.job_outputs import ExportConfig, ValidationConfig
 from shardwise.layout import Layout
 from shardwise.models.config import ConfigSection, Count, ModelConfig
 from shardwise.models.family import Family
@@ -243,11 +244,7 @@ class RunConfig(ConfigSection):
     """Corruptions tolerated per rank before the run ends and names the rank."""
 
 
-class ValidationConfig(ConfigSection):
-    every: int = Field(0, ge=0)
-    """Steps between validations; 0 validates only at the end."""
-    samples: int = Field(64, ge=1, le=10**9)
-    """Maximum number of held-out samples to evaluate."""
+TrackerName = Literal["", "csv", "tensorboard", "wandb", "prometheus", "mlflow"]
 
 
 class Job(ConfigSection):
@@ -268,8 +265,9 @@ class Job(ConfigSection):
     compile: bool | Literal["auto"] = "auto"
     """Whether to compile each block with `torch.compile` (on a CPU this needs a C++ compiler); auto compiles on a GPU
     unless the schedule splits the backward."""
-    tracker: Literal["", "csv", "tensorboard", "wandb", "prometheus"] = ""
-    """Experiment tracker to log to in addition to `metrics.jsonl`; see [watch a run](../how-to/watch-a-run.md)."""
+    tracker: TrackerName | tuple[TrackerName, ...] = ""
+    """Experiment trackers to log to in addition to `metrics.jsonl`, one or a list; see
+    [watch a run](../how-to/watch-a-run.md)."""
     sdpa_backend: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
     """Backend of PyTorch's scaled dot-product attention; auto lets PyTorch choose."""
     model: SerializeAsAny[ModelConfig] = DecoderConfig()
@@ -282,6 +280,7 @@ class Job(ConfigSection):
     optimizer: OptimizerConfig = OptimizerConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     validation: ValidationConfig = ValidationConfig()
+    export: ExportConfig = ExportConfig()
     run: RunConfig = RunConfig()
 
     @field_validator("model", mode="before")
@@ -319,6 +318,14 @@ class Job(ConfigSection):
         if self.batch.tokens is not None:
             return max(1, self.batch.tokens // self.model.sequence_length)
         return 32
+
+    def is_validated_after(self, step: int) -> bool:
+        return step == self.total_steps or bool(self.validation.every and step % self.validation.every == 0)
+
+    @property
+    def trackers(self) -> tuple[str, ...]:
+        names = (self.tracker,) if isinstance(self.tracker, str) else self.tracker
+        return tuple(dict.fromkeys(name for name in names if name))
 
     def should_compile(self, device: str, layout: Layout) -> bool:
         """Whether to compile blocks on a device of this type."""

@@ -174,6 +174,8 @@ def value_of(field: FieldInfo) -> str:
         return _words(get_args(kind))
     if words and bool in options:
         return "`true`, `false`, " + _words(words)
+    if words and get_origin(options[-1]) is tuple:
+        return _words(get_args(options[0])) + ", or a list of these"
     if words and get_origin(kind) is not tuple:
         return f"integer{_limits(options[0].__metadata__[0])}, or {_words(words)}"
     if any(get_origin(part) is tuple for part in options):

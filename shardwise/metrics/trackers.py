@@ -1,9 +1,10 @@
-"""Experiment trackers, chosen by the job key `tracker`.
+"""Experiment trackers, chosen by the job key `tracker`: one or several. All get the numbers of `metrics.jsonl`.
 
     csv          metrics.csv in the run folder
     prometheus   metrics.prom in the run folder, for node_exporter's textfile collector; updated at most once a second
     tensorboard  event files in `tensorboard/` of the run folder; needs the tensorboard package
     wandb        a Weights & Biases run; needs the wandb package and an account, or its offline mode
+    mlflow       a run of MLflow, at MLFLOW_TRACKING_URI, or in `mlruns` of the run folder; needs the mlflow package
 
 `metrics.jsonl` is always written. A tracker that fails is disabled; the run continues.
 """
@@ -29,9 +30,11 @@ CSV_COLUMNS = (
 LogFn = Callable[[dict[str, Any]], None]
 
 
-def check_tracker_installed(name: str) -> None:
-    """Raises JobError if the tracker's package is missing. Called before the run starts."""
-    if name in ("tensorboard", "wandb") and importlib.util.find_spec(name) is None:
+def check_tracker_installed(names: str | tuple[str, ...]) -> None:
+    """Raises JobError if a tracker's package is missing. Called before the run starts."""
+    for name in (names,) if isinstance(names, str) else names:
+        if name not in ("tensorboard", "wandb", "mlflow") or importlib.util.find_spec(name) is not None:
+            continue
         raise JobError(
             f'tracker = "{name}" needs the package {name}, which is not installed; run `pip install {name}`, '
             'or use tracker = "csv" or "prometheus", which need no package.'
@@ -53,41 +56,41 @@ def numbers_of(record: dict[str, Any]) -> dict[str, float]:
 
 
 class Tracker:
-    """Logs each record to the job's tracker. If that fails, emits one `tracker_failed` event and stops logging."""
+    """Logs each record to the job's trackers. If one fails, emits a `tracker_failed` event and stops logging to it."""
 
     def __init__(self, job: Job, folder: Path, emit_event: Callable[[str, str], None]):
         self.job, self.folder, self.emit_event = job, folder, emit_event
-        self.log_fn: LogFn | None = None
-        self.disabled = not job.tracker
+        self.log_fns: dict[str, LogFn | None] = dict.fromkeys(job.trackers)
 
     def __call__(self, record: dict[str, Any]) -> None:
-        if self.disabled:
-            return
-        try:
-            if self.log_fn is None:
-                self.log_fn = LOG_FN_FACTORIES[self.job.tracker](self.job, self.folder)
-            self.log_fn(record)
-        except Exception as error:  # noqa: BLE001 - a broken tracker must not end the run
-            self.disabled = True
-            reason = f"{type(error).__name__}: {error}"
-            self.emit_event("tracker_failed", f"{self.job.tracker} is disabled for the rest of this run: {reason}")
+        for name, log_fn in list(self.log_fns.items()):
+            try:
+                if log_fn is None:
+                    log_fn = self.log_fns[name] = LOG_FN_FACTORIES[name](self.job, self.folder)
+                log_fn(record)
+            except Exception as error:  # noqa: BLE001 - a broken tracker must not end the run
+                del self.log_fns[name]
+                reason = f"{type(error).__name__}: {error}"
+                self.emit_event("tracker_failed", f"{name} is disabled for the rest of this run: {reason}")
 
 
 class CsvWriter:
     def __init__(self, job: Job, folder: Path):
         self.path, self.metrics_path, self.last_step = folder / "metrics.csv", folder / "metrics.jsonl", -1
+        sets = (f"validation.{name}.loss" for name in job.validation.sets)
+        self.columns = (*CSV_COLUMNS, "validation.loss", *sets)
 
     def __call__(self, record: dict[str, Any]) -> None:
         if record["step"] != self.last_step + 1 or not self.path.exists():
             self._rewrite()  # the first record, or the run rolled back
         else:
             with self.path.open("a", newline="") as file:
-                csv.DictWriter(file, CSV_COLUMNS, extrasaction="ignore").writerow(numbers_of(record))
+                csv.DictWriter(file, self.columns, extrasaction="ignore").writerow(numbers_of(record))
         self.last_step = record["step"]
 
     def _rewrite(self) -> None:
         with self.path.open("w", newline="") as file, self.metrics_path.open() as lines:
-            out = csv.DictWriter(file, CSV_COLUMNS, extrasaction="ignore")
+            out = csv.DictWriter(file, self.columns, extrasaction="ignore")
             out.writeheader()
             for line in lines:
                 if line.endswith("\n") and (record := parse_record(line)) is not None:
@@ -98,13 +101,15 @@ class PrometheusWriter:
     def __init__(self, job: Job, folder: Path):
         self.path, self.total_steps, self.next_write = folder / "metrics.prom", job.total_steps, 0.0
         self.run = re.sub(r'["\\\n]', "_", folder.resolve().name)
+        self.validation: dict[str, Any] = {}  # the last one, which most steps have not
 
     def __call__(self, record: dict[str, Any]) -> None:
+        self.validation = record.get("validation", self.validation)
         if time.monotonic() < self.next_write and record["step"] < self.total_steps:
             return
         self.next_write = time.monotonic() + 1.0
         temporary = self.path.with_suffix(".tmp")
-        temporary.write_text(self.render(record))
+        temporary.write_text(self.render(record | {"validation": self.validation}))
         os.replace(temporary, self.path)
 
     def render(self, record: dict[str, Any]) -> str:
@@ -148,6 +153,28 @@ def _wandb(job: Job, folder: Path) -> LogFn:
     return log
 
 
+def _mlflow(job: Job, folder: Path) -> LogFn:
+    import mlflow
+
+    saved = folder / "mlflow-run.txt"
+    if "MLFLOW_TRACKING_URI" not in os.environ:
+        mlflow.set_tracking_uri((folder / "mlruns").resolve().as_uri())
+    run_id = saved.read_text() if saved.exists() else None  # of a run that goes on
+    run = mlflow.start_run(run_id=run_id, run_name=folder.resolve().name)
+    if run_id is None:
+        saved.write_text(run.info.run_id)
+        mlflow.log_params({key: str(value)[:500] for key, value in flatten(job.model_dump()).items()})
+
+    def log(record: dict[str, Any]) -> None:
+        values = {key.replace(".", "/"): value for key, value in numbers_of(record).items() if key != "step"}
+        mlflow.log_metrics(values, step=record["step"])
+        if record["step"] == job.total_steps:
+            mlflow.end_run()
+
+    return log
+
+
 LOG_FN_FACTORIES: dict[str, Callable[[Job, Path], LogFn]] = {
     "csv": CsvWriter, "prometheus": PrometheusWriter, "tensorboard": _tensorboard, "wandb": _wandb,
+    "mlflow": _mlflow,
 }  # fmt: skip

@@ -94,6 +94,13 @@ class Engine:
         losses = [self.chains[0](m.tokens, targets=m.targets, **m.forward_kwargs) for m in micro_batches]
         return torch.stack(losses).sum()
 
+    def logits(self, part: Samples) -> Tensor | None:
+        """Returns the logits of a prepared micro-batch at this rank's positions, for its part of the vocabulary; None
+        without the last pipeline stage."""
+        if self.pipeline is not None:
+            return self.pipeline.forward(part)
+        return self.chains[0](part.tokens, **part.forward_kwargs)  # type: ignore[no-any-return]
+
     def divide_gradients(self, divisor: Tensor) -> None:
         """Divides all gradients in place."""
         for device in {param_shard.tensor.device for param_shard in self.param_shards}:

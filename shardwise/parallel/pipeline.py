@@ -57,20 +57,26 @@ class Pipeline:
         return torch.stack([loss.detach() for loss in losses]).sum() if self.has_last_stage else torch.zeros_like(scale)
 
     def evaluate(self, samples: Samples) -> Tensor:
-        """Runs the forward only, stage after stage. Returns the sum of losses; 0 without the last stage. By hand,
-        because the schedules' own `eval` fails if two neighbouring stages share a rank."""
-        group, ranks = self.stages[0].group, self.stages[0].stage_index_to_group_rank
+        """Runs the forward only, stage after stage. Returns the sum of losses; 0 without the last stage."""
         total = torch.zeros((), dtype=torch.float64, device=samples.tokens.device)
         for part in samples.split(self.micro_batch):
-            x = part.tokens
-            for stage in self.stages:
-                previous_rank, next_rank = (ranks.get(stage.stage_index + step) for step in (-1, 1))
-                if previous_rank is not None and previous_rank != stage.group_rank:
-                    x = torch.empty_like(self.hidden_states, device=part.tokens.device, requires_grad=False)
-                    dist.recv(x, group=group, group_src=previous_rank)
-                x = stage.submod(x, targets=part.targets, **part.forward_kwargs)
-                if next_rank is None:
-                    total += x
-                elif next_rank != stage.group_rank:
-                    dist.send(x, group=group, group_dst=next_rank)
+            loss = self.forward(part, part.targets)
+            total += 0 if loss is None else loss
         return total
+
+    def forward(self, part: Samples, targets: Tensor | None = None) -> Tensor | None:
+        """Returns the loss of a micro-batch, or its logits if there are no targets; None without the last stage. By
+        hand, because the schedules' own `eval` fails if two neighbouring stages share a rank."""
+        group, ranks = self.stages[0].group, self.stages[0].stage_index_to_group_rank
+        x, output = part.tokens, None
+        for stage in self.stages:
+            previous_rank, next_rank = (ranks.get(stage.stage_index + step) for step in (-1, 1))
+            if previous_rank is not None and previous_rank != stage.group_rank:
+                x = torch.empty_like(self.hidden_states, device=part.tokens.device, requires_grad=False)
+                dist.recv(x, group=group, group_src=previous_rank)
+            x = stage.submod(x, targets=targets, **part.forward_kwargs)
+            if next_rank is None:
+                output = x
+            elif next_rank != stage.group_rank:
+                dist.send(x, group=group, group_dst=next_rank)
+        return output

@@ -7,7 +7,7 @@ under its name once it is complete.
 import json
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.adapters.function_modes import KeepFloat64
 from shardwise.errors import CheckpointError, JobError, RunError
@@ -158,6 +158,18 @@ class Export:
         return sum(tensor.nbytes for tensor in tensors.values())
 
     @torch.no_grad()
+    def load(self, dtype: torch.dtype) -> nn.Module:
+        """Returns the whole model, or transformers' own module, with the weights of the checkpoint."""
+        model = self.job.family.build_reference(self.job.model, self.job.seed, dtype).eval()
+        found: dict[str, Tensor] = dict(
+            model.named_unique_parameters() if isinstance(model, Chain) else model.named_parameters()
+        )
+        found |= {name: buffer for name, buffer in model.named_buffers() if f"buffers.{name}" in self.index}
+        for name, stored in self.read(found).items():
+            found[name].copy_(stored)
+        return model
+
+    @torch.no_grad()
     def check(self, folder: Path) -> str:
         """Loads the folder with transformers; raises RunError if its logits are not those of the run's model."""
         try:
@@ -166,10 +178,7 @@ class Export:
             raise JobError('--check needs transformers: pip install "shardwise[hf]".') from None
         job = self.job
         require_memory(job, 24)  # bytes per parameter: three models in float64
-        ours = job.family.build_reference(job.model, job.seed, torch.float64).eval()
-        parameters = dict(ours.named_unique_parameters() if isinstance(ours, Chain) else ours.named_parameters())
-        for name, stored in self.read(parameters).items():
-            parameters[name].copy_(stored)
+        ours = self.load(torch.float64)
         theirs = getattr(transformers, json.loads((folder / "config.json").read_bytes())["architectures"][0])
         transformers.utils.logging.disable_progress_bar()
         module = theirs.from_pretrained(folder, dtype=torch.float64, local_files_only=True).eval()
@@ -204,28 +213,42 @@ def write_safetensors(path: Path, entries: Mapping[str, Tensor], values: Iterabl
             del value  # before the next one is read
 
 
+def open_checkpoint(folder: RunFolder, step: str | None, dtype: torch.dtype) -> Export:
+    """Returns the newest valid checkpoint of a run, that of a step, or the `best` one."""
+    step = step or ""
+    if step not in ("", "best") and not step.isdecimal():
+        raise CheckpointError(f"--step {step}: give the number of a step, or best.")
+    saved, number = folder.best if step == "best" else folder.checkpoints, int(step) if step.isdecimal() else None
+    choice, job = find_newest_valid(saved, CheckpointGroup(), number), folder.job()
+    if choice.path is None:
+        remedy = "train it with validation.keep_best = true" if step == "best" else "train it first"
+        raise CheckpointError(f"{folder.path} has no {'best ' if step else ''}checkpoint; {remedy}.")
+    plain = job.model_copy(update={"model": job.model.model_copy(update={"lora": None})})
+    return Export(plain, choice.path, choice.manifest["step"], dtype, job.model.lora)
+
+
 def export_run(
-    run: Path, out: Path, step: int | None, dtype: str, max_file_bytes: int, check: bool = False, merge: bool = False
-) -> Iterator[str]:
+    run: Path, out: Path, step: str | None, dtype: str, max_file_bytes: int, check: bool = False, merge: bool = False,
+    before: Callable[[Export], None] = lambda export: None,
+    after: Callable[[Export, Path, str], str] = lambda export, folder, checked: "",
+) -> Iterator[str]:  # fmt: skip
     """Exports the newest valid checkpoint of a run, or that of `step`. Yields what was done, in sentences. Adapters are
-    exported by themselves, or with `merge` as part of the weights."""
+    exported by themselves, or with `merge` as part of the weights. `before` may refuse what is to be written; `after`
+    adds to the folder before it gets its name, and gets the sentence of a check."""
     if dtype not in ("auto", *DTYPES):
         raise JobError(f"--dtype {dtype} is not one of auto, {', '.join(DTYPES)}.")
     if out.exists():
         raise JobError(f"{out} exists; give a folder that does not, so that nothing is overwritten.")
-    folder = RunFolder.open(run, weights=True, step=step)
-    choice = find_newest_valid(folder.checkpoints, CheckpointGroup(), step)
-    if choice.path is None:
-        raise CheckpointError(f"{run} has no checkpoint to export; train it first.")
+    folder = RunFolder.open(run, weights=True, step=int(step) if step and step.isdecimal() else None)
     job = folder.job()
     lora = job.model.lora
     if lora is None and merge:
         raise JobError(f"{run} has no adapters to merge; use `shardwise export`.")
     if lora is not None and check and not merge:
         raise JobError("--check compares whole models; use it with `shardwise merge`.")
-    plain = job.model_copy(update={"model": job.model.model_copy(update={"lora": None})})
     auto = torch.float32 if lora is not None and not merge else _folder_dtype(job)
-    export = Export(plain, choice.path, choice.manifest["step"], DTYPES.get(dtype) or auto, lora)
+    export = open_checkpoint(folder, step, DTYPES.get(dtype) or auto)
+    before(export)
     temporary = out.with_name(f"{out.name}.partial-{uuid.uuid4().hex[:8]}")
     try:
         temporary.mkdir()
@@ -240,6 +263,7 @@ def export_run(
             if file.exists() and not (temporary / file.name).exists():
                 shutil.copy(file, temporary)
         checked = export.check(temporary) if check else ""
+        added = after(export, temporary, checked)
         temporary.rename(out)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -247,7 +271,7 @@ def export_run(
             raise RunError(f"{out} could not be written: {error.strerror}.") from None
         raise
     yield f"exported: step {export.step} of {run} to {out}, {size / 1e9:.3g} GB in {dtype_name(export.dtype)}."
-    yield from [checked] if check else []
+    yield from filter(None, (checked, added))
 
 
 def _folder_dtype(job: Job) -> torch.dtype:

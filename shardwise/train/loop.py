@@ -1,5 +1,6 @@
 """The training loop of one rank: reads batches, takes steps, logs metrics, validates, saves and rolls back."""
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -31,7 +32,7 @@ from shardwise.train.checkpoint import CheckpointManager
 from shardwise.train.local_machine import local_cluster
 from shardwise.train.metrics_processor import MetricsProcessor, Progress, StopFlag, json_number
 from shardwise.train.run_folder import RunFolder, check_none_lost, check_state, defining_values
-from shardwise.train.validate import validate
+from shardwise.train.validate import open_validation_sets, validate_sets
 from shardwise.train.warm_start import load_start, use_run_weights
 
 # The phase of the step timer, by the phase that a rank reports in its heartbeat.
@@ -96,6 +97,13 @@ class TrainingLoop:
         if record.is_new and self.is_rank_zero:
             self.folder.write_data(record, *sources)
         self.training, self.held_out, self.tokenizer = sources
+        if self.job.validation.sets and self.engine.mesh["world"].size > 1:
+            dist.barrier()  # rank 0 has written the tokenizer
+        own = self.folder.tokenizer if self.job.data.tokenizer != "bytes" and self.folder.tokenizer.exists() else None
+        self.validation_sets = open_validation_sets(self.job, own)
+        keep_best = self.job.validation.keep_best
+        self.best = CheckpointManager(self.folder.best, 1, False, None, str(self.layout)) if keep_best else None
+        self.validation_losses: list[float] = []
         self.bad_records.log_path = self.folder.bad_records_path
         self.metrics = MetricsProcessor(
             self.job, self.engine, self.optimizer, self.folder, self.progress, self.corruption_detector, self.stop,
@@ -128,6 +136,7 @@ class TrainingLoop:
     def _train(self, first: int) -> None:
         """Takes all steps after step `first`, or until a signal asks it to stop."""
         last = self.job.total_steps
+        self.validation_losses = self.checkpoints.group.on_rank_zero(self.folder.validation_losses)
         self._tell("on_start", first)
         stream = job_stream(self.job, self.training)
         data = self.engine.mesh["loader"]
@@ -172,10 +181,12 @@ class TrainingLoop:
                                                      "lr": rate})  # fmt: skip
                 self.corruption_detector.evaluate(done, verdict.is_corrupt)
                 self.anomaly_policy.evaluate(done, verdict, samples)
-                if _is_due(done, self.job.validation.every) and done < last:
-                    self._validate(done)
-                if _is_due(done, self.job.checkpoint.every) or done == last or verdict.stop_signal:
+                stops_early = self.job.is_validated_after(done) and self._validate(done)
+                if _is_due(done, self.job.checkpoint.every) or done == last or verdict.stop_signal or stops_early:
                     self._save(done)
+                if stops_early:
+                    self._end(done, f"no lower validation loss in {self.job.validation.patience} validations.")
+                    break
                 if done < last and self.checkpoints.can_snapshot(done, self.job.checkpoint.snapshot_every):
                     self._snapshot(done)
                 if verdict.stop_signal and done < last:
@@ -183,13 +194,9 @@ class TrainingLoop:
                     self._log_event("stopped", f"{reason}, checkpoint saved at step {done}.", step=done)
                     break
             else:
-                self._validate(last)
-                self._set_phase("saving", last)
-                self.checkpoints.finish()
-                if summary := self.bad_records.summary():
-                    self._log_event("bad_records", summary, step=last)
-                self._log_event("finished", "all steps are done.", step=last)
-                self._tell("on_end", last)
+                if first == last:
+                    self._validate(last)
+                self._end(last, "all steps are done.")
             self.checkpoints.finish()
             self.metrics.ranks.finish()
         finally:
@@ -199,6 +206,14 @@ class TrainingLoop:
     def _skipped_batches(self) -> list[tuple[int, int]]:
         """Returns the list of rank 0, on every rank: other nodes may have no copy of it."""
         return [(step, count) for step, count in broadcast_json(self.is_rank_zero and self.folder.skipped_batches())]
+
+    def _end(self, step: int, reason: str) -> None:
+        self._set_phase("saving", step)
+        self.checkpoints.finish()
+        if summary := self.bad_records.summary():
+            self._log_event("bad_records", summary, step=step)
+        self._log_event("finished", reason, step=step)
+        self._tell("on_end", step)
 
     def _restore(self) -> int:
         """Loads the newest checkpoint when resuming. Returns the step to continue from."""
@@ -261,21 +276,35 @@ class TrainingLoop:
         self._log_event("checkpoint", f"saving step {done}.", step=done, stall_seconds=stall)
         self._tell("on_checkpoint", done)
 
-    def _validate(self, done: int) -> None:
+    def _validate(self, done: int) -> bool:
+        """Validates; keeps the best checkpoint. Returns whether the run ends because the loss no longer falls."""
         self._set_phase("validating", done)
-        self.metrics.flush()
         begin = time.perf_counter()
-        result = validate(self.engine, self.job, self.held_out, self.tokenizer)
-        if result is not None:
-            bits = f", {result['bits_per_byte']:.3f} bits per byte" if "bits_per_byte" in result else ""
-            accuracy = f", {100 * result['accuracy']:.1f}% accuracy" if "accuracy" in result else ""
-            task = self.job.family.task(self.job.model)
-            own = "".join(f", {name} {result[name]:.4g}" for name in (() if task is None else task.metrics))
-            message = f"loss {result['loss']:.4f}{bits}{accuracy}{own} after step {done}."
-            seconds = round(time.perf_counter() - begin, 4)
-            values = {key: json_number(value) for key, value in result.items()}
-            self._log_event("validation", message, step=done, seconds=seconds, **values)
-            self._tell("on_validation", done, lambda: result)
+        result = validate_sets(self.engine, self.job, self.held_out, self.validation_sets, self.tokenizer)
+        if result is None:
+            self.metrics.flush()
+            return False
+        bits = f", {result['bits_per_byte']:.3f} bits per byte" if "bits_per_byte" in result else ""
+        accuracy = f", {100 * result['accuracy']:.1f}% accuracy" if "accuracy" in result else ""
+        task = self.job.family.task(self.job.model)
+        own = "".join(f", {name} {result[name]:.4g}" for name in (() if task is None else task.metrics))
+        sets = ", ".join(f"{name} {part['loss']:.4f}" for name, part in result.items() if isinstance(part, dict))
+        message = f"loss {result['loss']:.4f}{f' ({sets})' if sets else ''}{bits}{accuracy}{own} after step {done}."
+        seconds = round(time.perf_counter() - begin, 4)
+        values = {key: {name: json_number(number) for name, number in value.items()} if isinstance(value, dict)
+                  else json_number(value) for key, value in result.items()}  # fmt: skip
+        self.metrics.add_validation(values)
+        self.metrics.flush()
+        self._log_event("validation", message, step=done, seconds=seconds, **values)
+        self._tell("on_validation", done, lambda: result)
+        losses = self.validation_losses = [*self.validation_losses, result["loss"]]
+        best = min(range(len(losses)), key=lambda n: (math.isnan(losses[n]), losses[n]))
+        if self.best is not None and best == len(losses) - 1:
+            try:
+                self.best.save(done, self.engine, self.optimizer, self._state(done))
+            except RunError as error:
+                self._log_event("checkpoint_failed", f"{error} The run continues.", step=done)
+        return 0 < self.job.validation.patience <= len(losses) - 1 - best and done < self.job.total_steps
 
     def _can_replay(self) -> bool:
         """Whether a step can be replayed without side effects: no tables, no error feedback, no compiled blocks."""

@@ -163,7 +163,7 @@ class MetricsProcessor:
                 record |= {"expert_bytes": int(total_sent), "expert_wait_seconds": mean_wait}
             record["expert_load"] = [round(share, 5) for share in load]
         self._unwritten = record, previous_step, rows
-        if not self.writes_later:
+        if not (self.writes_later or self.job.is_validated_after(step)):  # whose result belongs to the record
             self.flush()
         return Verdict(loss, grad_norm, bool(skipped), int(stop_signal), bool(is_corrupt))
 
@@ -176,6 +176,11 @@ class MetricsProcessor:
         self._pinned.copy_(values, non_blocking=True)
         torch.cuda.current_stream().synchronize()
         return self._pinned.tolist()  # type: ignore[no-any-return]
+
+    def add_validation(self, values: dict[str, Any]) -> None:
+        """Adds the result of a validation to the record of the last step, if it is unwritten."""
+        if self._unwritten is not None:
+            self._unwritten[0]["validation"] = values
 
     def flush(self) -> None:
         """Writes the record of the last step, if it is unwritten."""

@@ -4,6 +4,7 @@ job.toml         the resolved job               plan.toml        layout, stages 
 metrics.jsonl    one object per step            events.jsonl     events with a message each
 ranks.jsonl      time and memory of each rank   timeline/        pipeline actions of selected steps
 checkpoints/     see `checkpoint.py`            errors/          errors of failed workers
+best/            the best checkpoint, if `validation.keep_best`
 tokenizer.json   the tokenizer, unless `bytes`  bad-records.txt  records that `data.on_bad_record = "skip"` skipped
 data.json        fingerprints of the files read owner.json       the launcher that trains the run, while it does
 heartbeats/      heartbeats of the ranks        doctor/          diagnoses of dead and hung ranks
@@ -42,6 +43,7 @@ class RunFolder:
     def __init__(self, path: Path):
         self.path = path
         self.checkpoints = path / "checkpoints"
+        self.best = path / "best"  # the checkpoint with the lowest validation loss (`validation.keep_best`)
         self.errors = path / "errors"
         self.tokenizer = path / "tokenizer.json"
         self.bad_records_path = path / "bad-records.txt"
@@ -124,6 +126,10 @@ class RunFolder:
 
     def metrics(self) -> Iterator[dict[str, Any]]:
         return _read_records(self.path / "metrics.jsonl")
+
+    def validation_losses(self) -> list[float]:
+        """Returns the validation losses of the run so far."""
+        return [float(record["validation"]["loss"]) for record in self.metrics() if "validation" in record]
 
     def events(self) -> Iterator[dict[str, Any]]:
         return _read_records(self.path / "events.jsonl")
@@ -211,7 +217,7 @@ def _make_next_folder(parent: Path) -> Path:
 # Job keys that --resume may change. All others define the run.
 RESUMABLE_KEYS = (
     "layout", "steps", "tokens", "compile", "tracker", "data.workers", "data.prefetch", "checkpoint.*", "validation.*",
-    "run.device", "run.processes", "run.cluster", "run.max_restarts", "run.hang_timeout", "run.standby",
+    "export.*", "run.device", "run.processes", "run.cluster", "run.max_restarts", "run.hang_timeout", "run.standby",
     "run.elastic", "run.rejoin_timeout", "run.join_timeout", "run.node_patience", "run.on_nan",
     "run.loss_spike_threshold", "run.checksum_every", "run.redundant_compute_every", "run.max_corruptions",
     "embedding_tables.sharding", "embedding_tables.cached_rows", "embedding_tables.prefetch",

@@ -140,13 +140,19 @@ def load_start(job: Job, engine: Engine, optimizer: Optimizer, group: Checkpoint
         return
     choice = find_newest_valid(RunFolder.open(start[0]).checkpoints, group, start[1])
     assert choice.path is not None, "the launcher found it"
-    index, pieces = read_index(choice.path), Pieces()
+    load_into(choice.path, engine, optimizer, group)
+
+
+@torch.no_grad()
+def load_into(checkpoint: Path, engine: Engine, optimizer: Optimizer, group: CheckpointGroup) -> None:
+    """Loads the weights and buffers of a checkpoint into this rank's shards."""
+    index, pieces = read_index(checkpoint), Pieces()
     for name, piece in collect_pieces(engine, optimizer).items():
         if name in index and name.startswith(("weights.", "buffers.")):
             shape, tensor = index[name]["shape"], piece.tensor
             if shape != list(piece.shape):
                 tensor = tensor[: max(0, shape[0] - piece.offsets[0])]
             pieces[name] = CheckpointPiece(tensor, piece.offsets, torch.Size(shape))
-    read_pieces(choice.path, index, pieces, group)
+    read_pieces(checkpoint, index, pieces, group)
     share_tied_weights(engine)
     engine.data.sync_weights()
