@@ -268,7 +268,8 @@ class ModuleFamily(Family):
         chain = self.build_on_meta(config).to(dtype)
         chain.compute_dtype = dtype
         parts = {name: chain.root.get_submodule(name) for name in (*chain.anatomy.blocks, *chain.anatomy.units)}
-        return _ordered(chain, trace_module(chain, parts=parts, **self.example_batch(config, samples, dtype)))
+        batch = self.example_batch(config, samples, dtype)
+        return _ordered(chain, trace_module(chain, parts=parts, has_equal_children=False, **batch))
 
     def stage_shapes(self, config: Any, layout: Any, samples: int) -> tuple[Tensor, tuple[int, ...]]:
         first = self.example_batch(config, samples, torch.float32)["x"]

@@ -134,7 +134,10 @@ class Family:
         batch.pop("targets", None)  # the fused loss computes gradients
         chain = self.build_on_meta(config).eval()  # in training, a batch norm refuses a single value per channel
         costs = trace_module(chain, has_equal_children=True, **batch)
-        return [module.flops or 2.0 * module.output_bytes for module in costs]  # of 4 bytes per element
+        flops = [module.flops or 2.0 * module.output_bytes for module in costs]  # of 4 bytes per element
+        if not costs[-1].name:  # what the chain computes outside of its modules
+            flops[-2:] = [sum(flops[-2:])]
+        return flops
 
     def decoder_shape(self, config: Any) -> dict[str, Any] | None:
         """Returns the sizes that the planner's closed-form decoder model needs; None: it uses `operator_costs`."""
