@@ -347,7 +347,7 @@ def main() -> None:
         sys.exit(app(standalone_mode=False))  # the exit code of a typer.Exit, or None
     except ShardwiseError as error:
         # Under torchrun or Slurm every rank raises the same error; only rank 0 prints it.
-        if os.environ.get("RANK", "0") == "0":
+        if not (rank := os.environ.get("RANK", "0")).isdecimal() or int(rank) == 0:
             print(f"shardwise: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:

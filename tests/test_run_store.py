@@ -73,9 +73,9 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 def start(cache: Path, *words: str, **variables: str) -> subprocess.Popen[bytes]:
     environment = {**os.environ, "SHARDWISE_CACHE": str(cache), "SHARDWISE_SECRET": SECRET, **variables}
-    return subprocess.Popen(
-        [sys.executable, "-m", "shardwise", "train", *words], env=environment, start_new_session=True
-    )
+    command = [sys.executable, "-m", "shardwise", "train", *words]
+    with Path(f"{cache}.log").open("ab") as log:
+        return subprocess.Popen(command, env=environment, start_new_session=True, stdout=log, stderr=log)
 
 
 @pytest.fixture
