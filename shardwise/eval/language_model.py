@@ -140,12 +140,8 @@ class LanguageModel:
         job, is_run = load_eval_job(path, overrides), (path / "job.toml").is_file()
         if not (job.model.is_causal_lm or (job.model.passes_batch and job.model.targets_are_text)):
             raise JobError(f"{path}: {job.model.description} does not predict text from left to right; use a decoder.")
-        parsed = Layout.parse(layout or "micro_batch=1")
-        dtype = (
-            Precision(job.precision).compute_dtype
-            if pick_device(job) == "cuda"
-            else Precision(job.precision).master_dtype
-        )
+        parsed, precision = Layout.parse(layout or "micro_batch=1"), Precision(job.precision)
+        dtype = precision.compute_dtype if pick_device(job) == "cuda" else precision.master_dtype
         if is_run:
             folder = RunFolder.open(path)
             self.tokenizer: Tokenizer = load_run_tokenizer(folder, job)
@@ -208,13 +204,10 @@ class LanguageModel:
 
     def rolling_requests(self, text: str) -> list[Encoded]:
         """Returns the windows of a text: every token is predicted once, from as many before it as fit."""
-        tokens = self._encode(text)
-        starts = range(0, len(tokens), self.length)
-        windows = [(start, min(start + self.length, len(tokens))) for start in starts]
-        return [
-            (tokens[end - self.length - 1 : start] if start else [self.tokenizer.eos_id], tokens[start:end])
-            for start, end in windows
-        ]
+        tokens, size = self._encode(text), self.length
+        spans = [(start, min(start + size, len(tokens))) for start in range(0, len(tokens), size)]
+        contexts = [tokens[end - size - 1 : start] if start else [self.tokenizer.eos_id] for start, end in spans]
+        return [(context, tokens[start:end]) for context, (start, end) in zip(contexts, spans)]
 
     # lm-eval's interface; a request is an object with `args`.
 

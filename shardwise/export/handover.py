@@ -111,14 +111,13 @@ def _write_beside(folder: RunFolder, export: Export, out: Path, checked: str, me
     write_text(out / "README.md", (ASSETS / "card.md").read_text(encoding="utf-8").format(**facts))
     write_text(out / "MLmodel", (ASSETS / "MLmodel").read_text(encoding="utf-8").format(**facts))
     hashes = {path.name: _sha256(path) for path in sorted(out.iterdir()) if path.suffix in (".safetensors", ".json")}
-    data_files = {name: {"bytes": file.size, "blake2b_sampled": file.digest} for name, file in
-                  folder.data_record().files.items()}  # fmt: skip
+    data_files = {name: [file.size, file.digest] for name, file in folder.data_record().files.items()}
     proof = {
         "run": folder.path.name, "step": export.step, "layout": facts["layout"], "processes": facts["world"],
         "checked": checked or "no: exported without --check", "smoke_test": told or "no: exported without --check",
         "versions": {name: _version(name) for name in ("shardwise", "torch", "transformers", "tokenizers")},
         "python": sys.version.split()[0], "job_sha256": _sha256(folder.path / "job.toml"), "sha256": hashes,
-        "data": data_files, "metrics": measured(folder, export.step), "gates": job.export.gates,
+        "data_bytes_and_hashes": data_files, "metrics": measured(folder, export.step), "gates": job.export.gates,
     }  # fmt: skip
     write_text(out / "proof.json", json.dumps(proof, indent=1) + "\n")
     return told
@@ -166,9 +165,7 @@ def _facts(folder: RunFolder, export: Export, merge: bool) -> dict[str, Any]:
     rows = [f"| {name.removeprefix('validation.')} | {value:.6g} |" for name, value in found.items()]
     listed = [f"- `{Path(name).name}`: {file.size:,} bytes" for name, file in files.files.items()]
     listed[20:] = [f"- and {len(listed) - 20} more"] if len(listed) > 20 else []
-    counts = "Source `{}`, {} samples for training and for validation:".format(
-        job.data.source, files.samples or "unknown"
-    )
+    counts = ", ".join(f"{count:,} samples {use}" for count, use in zip(files.samples, ("for training", "held out")))
     architecture = (config.get("architectures") or ["PeftModel"])[0]
     is_lm = job.model.is_causal_lm or architecture.endswith(("CausalLM", "LMHeadModel"))
     return {
@@ -177,7 +174,7 @@ def _facts(folder: RunFolder, export: Export, merge: bool) -> dict[str, Any]:
         "instance_type": "TextGenerationPipeline" if is_lm else "Pipeline", "precision": job.precision,
         "description": job.model.description.capitalize(), "step": export.step, "total_steps": job.total_steps,
         "parameters": sum(weight.numel() for _, weight in export.model.named_unique_parameters()),
-        "dtype": dtype_name(export.dtype), "data": "\n".join([counts, "", *listed]),
+        "dtype": dtype_name(export.dtype), "data": "\n".join([f"Source `{job.data.source}`: {counts}.", "", *listed]),
         "samples": samples, "tokens": samples * job.model.sequence_length, "batch": job.samples, "lr": job.optimizer.lr,
         "optimizer": job.optimizer.name, "layout": manifest["layout"], "world": world, "hours": hours, "watts": watts,
         "flops": 3 * sum(forward_flops(job.model)) * samples, "energy": hours * world * watts / 1000,
