@@ -146,7 +146,7 @@ class TrainingLoop:
             skipped_batches=self._skipped_batches(),
         )  # fmt: skip
         self.engine.begin_stream(self.job, stream)
-        batches = self.engine.batches(self.job, iter(loader), last - first)
+        batches = iter(loader)
         self.metrics.ranks.reset()
         next_samples: Samples | None = None
         try:
