@@ -12,15 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from shardwise.comm.objects import broadcast_json
 from shardwise.console import format_count, pluralize
 from shardwise.data.input_files import BadRecords, DataRecord
 from shardwise.data.make_sources import Sources, make_sources
-from shardwise.data.sample_stream import SampleStream, Source
-from shardwise.data.tokenizer import Tokenizer
+from shardwise.data.sample_stream import Source
 from shardwise.errors import EXIT_UNFINISHED, JobError, LayoutError, RunError, UserError
 from shardwise.files import write_text
 from shardwise.job import Job, RunConfig, load_job
@@ -33,11 +29,10 @@ from shardwise.object_store import parse_url
 from shardwise.parallel.prepare import Prepared, prepare
 from shardwise.parallel.tables.table_engine import check_host_memory
 from shardwise.train import local_machine
-from shardwise.train.generate import generate, load_model
+from shardwise.train.generate import Sampling, sample_run
 from shardwise.train.run_folder import RunFolder, check_history, check_same_run
 from shardwise.train.run_store import RunStore, local_folder
 from shardwise.train.run_uploader import RunUploader, agent_folder
-from shardwise.train.validate import byte_frequency_bits
 from shardwise.train.warm_start import check_start, name_step
 from shardwise.watch.report_page import print_end_of_run
 from shardwise.workers.fork_server import ForkServer
@@ -46,7 +41,6 @@ from shardwise.workers.run_owner import own_run
 
 STATE_COPIES = 2  # of the parameters that every optimizer keeps in float32: weights and gradients
 MAX_EPOCHS, MAX_LEARNING_RATE = 100, 10.0  # beyond these, a warning
-FREQUENCY_SAMPLES = 512  # training samples whose bytes are counted for the frequency table
 DEMO = Path(__file__).parent.parent / "demo.toml"
 Say = Callable[[str], None]
 Check = Callable[[Prepared, Say], None]
@@ -311,32 +305,15 @@ def summarize(folder: RunFolder, job: Job, say: Callable[[str], None]) -> None:
     """Prints the summary of a run that has taken all its steps."""
     training, held_out, tokenizer = folder.sources(job)
     tokenizer = None if job.data.source == "chat" else tokenizer  # a part of a chat counts, and no text continues it
-    if tokenizer is not None and len(held_out) and job.model.targets_are_text:
-        bits = _frequency_table_bits(job, training, held_out, tokenizer)
-        say(f"for comparison: predicting bytes by their frequency gives {bits:.3f} bits per byte")
     if tokenizer is not None and job.model.is_causal_lm:
         prompt_source = held_out if len(held_out) else training
         words = tokenizer.decode(prompt_source[0]).split()[1:4]  # not the first word, which may be cut off
         prompt = "def " if job.data.source == "stdlib" else " ".join(words)[:40]
-        model = load_model(folder, job, torch.device("cpu"))
         try:
-            text = generate(model, tokenizer, prompt, 160, job.require_decoder(), temperature=0.7, seed=job.seed)
+            text = sample_run(folder.path, [prompt], Sampling(160, 0.7, seed=job.seed), "cpu")[0]
         except RunError as error:
             text = str(error)
         say(f"generated text after {prompt!r}:")
         say("\n".join(f"  | {line}" for line in text.splitlines()))
         say(f"for more: shardwise sample {folder.place} --prompt {shlex.quote(prompt)}")
     say(f"run folder: {folder.place}")
-
-
-def _frequency_table_bits(job: Job, training: Source, held_out: Source, tokenizer: Tokenizer) -> float:
-    indices = np.linspace(0, len(training) - 1, min(FREQUENCY_SAMPLES, len(training))).astype(int)
-    # The samples that validation used.
-    positions = np.arange(min(job.validation.samples, len(held_out)))
-    validation_indices = SampleStream(held_out, job.seed, shuffle=False).indices(positions)
-    validation_texts = _decode_samples(held_out, tokenizer, validation_indices)
-    return byte_frequency_bits(_decode_samples(training, tokenizer, indices), validation_texts)
-
-
-def _decode_samples(source: Source, tokenizer: Tokenizer, indices: np.ndarray) -> bytes:
-    return b"".join(tokenizer.decode(source[int(index)]).encode("utf-8", "replace") for index in indices)

@@ -49,7 +49,7 @@ from shardwise.train.dcp_storage import CheckpointPiece, Index, Pieces, dtype_of
 from shardwise.train.run_store import RunStore, find_newest_valid
 from shardwise.workers.snapshots import SnapshotStore
 
-__all__ = ["CheckpointManager", "valid_checkpoints", "load_weights"]
+__all__ = ["CheckpointManager", "valid_checkpoints"]
 
 
 class CheckpointManager:
@@ -266,20 +266,6 @@ class CheckpointManager:
                 if self.store is not None:
                     self.store.undone_mark(path.name).touch()
                 checkpoint_folder.remove_checkpoint(path)
-
-
-def load_weights(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
-    """Loads unsharded weights, by parameter name, from the newest valid checkpoint, in one process. Returns the
-    checkpoint's state, or None if there is no checkpoint."""
-    single = CheckpointGroup()
-    choice = checkpoint_folder.find_newest_valid(folder, single)
-    if choice.path is None:
-        return None
-    index = read_index(choice.path)
-    weights = {f"weights.{name}": tensor.detach() for name, tensor in tensors.items()}
-    check_matches_model(choice.path, index, {name: tensor.shape for name, tensor in weights.items()}, single)
-    read_pieces(choice.path, index, weight_pieces(weights), single)
-    return choice.manifest["state"]
 
 
 def weight_pieces(tensors: Mapping[str, Tensor]) -> Pieces:

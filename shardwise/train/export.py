@@ -165,8 +165,8 @@ class Export:
             model.named_unique_parameters() if isinstance(model, Chain) else model.named_parameters()
         )
         found |= {name: buffer for name, buffer in model.named_buffers() if f"buffers.{name}" in self.index}
-        for name, stored in self.read(found).items():
-            found[name].copy_(stored)
+        for name, tensor in found.items():
+            tensor.copy_(self.read({name: tensor})[name])
         return model
 
     @torch.no_grad()
@@ -213,7 +213,7 @@ def write_safetensors(path: Path, entries: Mapping[str, Tensor], values: Iterabl
             del value  # before the next one is read
 
 
-def open_checkpoint(folder: RunFolder, step: str | None, dtype: torch.dtype) -> Export:
+def open_checkpoint(folder: RunFolder, step: str | None = "", dtype: torch.dtype = torch.float32) -> Export:
     """Returns the newest valid checkpoint of a run, that of a step, or the `best` one."""
     step = step or ""
     if step not in ("", "best") and not step.isdecimal():

@@ -11,15 +11,14 @@ from torch import Tensor
 
 from shardwise.data.sample_stream import Samples
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer
-from shardwise.errors import CheckpointError, DataError, JobError, RunError
+from shardwise.errors import DataError, JobError, RunError
 from shardwise.job import Job
-from shardwise.models.chain import Chain, init_slice
+from shardwise.models.chain import Chain
 from shardwise.models.config import ModelConfig
 from shardwise.models.kv_cache import KeyValueCache
-from shardwise.train.checkpoint import load_weights
+from shardwise.train.export import open_checkpoint
 from shardwise.train.local_machine import pick_device, require_memory
 from shardwise.train.run_folder import RunFolder
-from shardwise.train.warm_start import use_run_weights
 
 
 @dataclass(frozen=True)
@@ -53,15 +52,15 @@ class Sampling:
         return int(order[torch.multinomial(probabilities * keep, 1, generator=generator)])
 
 
-def sample_run(run: Path, prompts: Sequence[str], sampling: Sampling) -> list[str]:
+def sample_run(run: Path, prompts: Sequence[str], sampling: Sampling, device: str = "") -> list[str]:
     """Returns the texts that `shardwise sample` prints, one for each prompt."""
     folder = RunFolder.open(run, weights=True)
     job = folder.job()
-    decoder = job.require_decoder()
-    tokenizer = load_run_tokenizer(folder, job)
-    model = load_model(folder, job, torch.device(pick_device(job)))
-    ids = [[int(token) for token in tokenizer.encode(prompt)] for prompt in prompts]
-    new = generate_texts(LocalDecoder(model, decoder), tokenizer, [row or [0] for row in ids], sampling)
+    decoder, tokenizer = job.require_decoder(), load_run_tokenizer(folder, job)
+    require_memory(job, 4)
+    model = open_checkpoint(folder).load(torch.float32).to(device or pick_device(job))
+    ids = [[int(token) for token in tokenizer.encode(prompt)] or [0] for prompt in prompts]
+    new = generate_texts(LocalDecoder(model, decoder), tokenizer, ids, sampling)
     return [prompt + text for prompt, text in zip(prompts, new)]
 
 
@@ -78,28 +77,6 @@ def load_run_tokenizer(folder: RunFolder, job: Job) -> Tokenizer:
             f"cannot generate text; if you have the tokenizer, save it there as {folder.tokenizer.name}."
         )
     return tokenizer
-
-
-def load_model(folder: RunFolder, job: Job, device: torch.device) -> Chain:
-    """Returns the unsharded model with the weights of the newest valid checkpoint."""
-    require_memory(job, 4)
-    model = job.family.build_on_meta(job.model, job.seed).to_empty(device=device)
-    model.tie_weights()
-    if not load_trained_weights(folder, model):
-        raise CheckpointError(f"{folder.path} has no checkpoint to load weights from; train it first.")
-    return model.eval()
-
-
-@torch.no_grad()
-def load_trained_weights(folder: RunFolder, model: Chain) -> bool:
-    """Loads the newest checkpoint, and initial values where nothing is trained; returns whether there is one."""
-    job, weights = folder.job(), dict(model.named_unique_parameters())
-    use_run_weights(job, model)
-    for name, weight in weights.items():
-        if not weight.requires_grad:
-            init_slice(model, name, weight, weight.shape, (0,) * weight.dim(), job.seed)
-    trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
-    return load_weights(folder.checkpoints, trained) is not None
 
 
 class TransformersCache:
@@ -169,16 +146,6 @@ def generate_texts(decoder: Any, tokenizer: Tokenizer, prompts: Sequence[list[in
         for place, number in enumerate(group):
             texts[number] = done[place] if place in done else tokenizer.decode(np.array(rows[place][length:]))
     return texts
-
-
-def generate(
-    model: Chain, tokenizer: Tokenizer, prompt: str, count: int, config: ModelConfig, temperature: float, seed: int
-) -> str:
-    """Returns the prompt with `count` more tokens; temperature 0 is greedy decoding."""
-    ids = [int(token) for token in tokenizer.encode(prompt)]
-    sampling = Sampling(count, temperature, seed=seed)
-    new = generate_texts(LocalDecoder(model, config), tokenizer, [ids or [0]], sampling)[0]
-    return tokenizer.decode(np.array(ids)) + new
 
 
 def _finished(tokenizer: Tokenizer, new: list[int], sampling: Sampling) -> str | None:
