@@ -42,13 +42,11 @@ def evaluate(
     overrides: Overrides = None, as_json: JsonFlag = False,
 ) -> None:  # fmt: skip
     """Evaluates a model on files and tasks: perplexity, multiple choice, exact match, metrics of your own."""
-    found = quick_import("shardwise.eval.command").evaluate(
-        path, data or [], tasks or [], layout, step, overrides or [], batch
-    )
-    from shardwise.eval.tasks import results_json, results_text
+    module = quick_import("shardwise.eval.tasks")
 
+    found = module.evaluate(path, data or [], tasks or [], layout, step, overrides or [], batch)
     if os.environ.get("RANK", "0") == "0":
-        for line in [results_json(found)] if as_json else results_text(found):
+        for line in [module.results_json(found)] if as_json else module.results_text(found):
             print_line(line)
 
 

@@ -67,10 +67,7 @@ class DataConfig(ConfigSection):
             if self.source not in ("chat", "synthetic") and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f'{key} = {getattr(self, key)!r} is for source = "chat" only; remove it')
         if self.path and "source" not in self.model_fields_set:
-            raise ValueError(
-                f"path = {self.path!r} needs a source: text, jsonl, chat, tokens, criteo or cifar10; the default, "
-                "stdlib, reads Python's standard library"
-            )
+            raise ValueError(f"path = {self.path!r} needs a source: text, jsonl, chat, tokens, criteo or cifar10")
         return self
 
 
@@ -152,10 +149,8 @@ class GradientConfig(ConfigSection):
         if not re.fullmatch(
             r"|fp16|bf16|int8|onebit|topk:0?\.\d{0,9}[1-9]\d{0,9}|powersgd(:rank=[1-9]\d{0,4})?", self.compress
         ):
-            raise ValueError(
-                f"compress = {self.compress!r} is not a compression method; use fp16, bf16, int8, onebit, topk:0.01 "
-                "(a fraction between 0 and 1) or powersgd:rank=4"
-            )
+            methods = "fp16, bf16, int8, onebit, topk:0.01 (a fraction between 0 and 1) or powersgd:rank=4"
+            raise ValueError(f"compress = {self.compress!r} is not a compression method; use {methods}")
         return self
 
 

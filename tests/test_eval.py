@@ -13,10 +13,9 @@ from shardwise.cli import app
 from shardwise.comm.world import run_world
 from shardwise.data.tokenizer import ByteTokenizer
 from shardwise.errors import JobError, UserError
-from shardwise.eval.command import evaluate
 from shardwise.eval.language_model import LanguageModel
 from shardwise.eval.lm_eval_model import lm_eval_model
-from shardwise.eval.tasks import Request
+from shardwise.eval.tasks import Request, evaluate
 from shardwise.job import make_job
 from shardwise.layout import Layout
 from shardwise.models.chain import init_weights

@@ -147,8 +147,6 @@ def load_template(name: str, tokenizer: str, has_chatml_tokens: bool) -> ChatTem
     if isinstance(found, str):
         return ChatTemplate(found, str(path if path.is_file() else config_path), tokens)
     if not has_chatml_tokens:
-        raise DataError(
-            f"data.tokenizer = {tokenizer!r} has no chat template, nor the tokens {' and '.join(CHATML_TOKENS)} of the "
-            "default one; set data.chat_template to a Jinja file."
-        )
+        missing = f"has no chat template, nor the tokens {' and '.join(CHATML_TOKENS)} of the default one"
+        raise DataError(f"data.tokenizer = {tokenizer!r} {missing}; set data.chat_template to a Jinja file.")
     return ChatTemplate(CHATML, "ChatML", tokens)

@@ -99,13 +99,9 @@ def open_cifar10(path: str, bad_records: BadRecords, augment: ImageAugmentation 
         existing = [file for file in files if file.is_file()]
         if existing and len(existing) < len(files):
             missing = next(file for file in files if file not in existing)
-            raise DataError(
-                f"{missing} is missing, but not {existing[0].name}; unpack the archive from {HOMEPAGE} again."
-            )
+            raise DataError(f"{missing} is missing; unpack the archive from {HOMEPAGE} again.")
         if existing:
             batches = [CifarFile(file) for file in files]
             return Cifar10(batches[:-1], bad_records, augment), Cifar10(batches[-1:], bad_records)
-    raise DataError(
-        f"data.path = {path!r} has no CIFAR-10 files in binary form. Download cifar-10-binary.tar.gz from {HOMEPAGE}, "
-        f"unpack it into {f'{folder}' if path else 'a folder'}, and set data.path to that folder."
-    )
+    problem = f"data.path = {path!r} has no CIFAR-10 files in binary form"
+    raise DataError(f"{problem}; download cifar-10-binary.tar.gz from {HOMEPAGE}, and set it to the unpacked folder.")

@@ -30,7 +30,6 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from shardwise.console import pluralize
 from shardwise.data.sample_stream import Samples, SampleStream, rank_positions
 from shardwise.errors import DataError
 
@@ -69,10 +68,8 @@ class Loader:
     ):  # fmt: skip
         """`global_batch_size` counts the samples of all `ranks`. Batches for a CUDA device are in pinned memory."""
         if global_batch_size % ranks:
-            raise DataError(
-                f"a global batch of {pluralize(global_batch_size, 'sample')} is not divisible by {ranks} data-parallel "
-                f"ranks; use {max(1, global_batch_size // ranks) * ranks}."
-            )
+            use = max(1, global_batch_size // ranks) * ranks
+            raise DataError(f"{ranks} data-parallel ranks do not divide a batch of {global_batch_size}; use {use}.")
         self.wait_seconds = 0.0  # total time that the consumer has waited for batches
         reader = _RankReader(stream, global_batch_size, ranks, rank, skipped_batches)
         stop = threading.Event()

@@ -94,10 +94,8 @@ def _mixture_sources(
 ) -> Sources:
     """Opens every source of a mixture on its own; each holds out its own validation samples."""
     if parse_bpe_size(job.data.tokenizer):
-        raise DataError(
-            f"data.tokenizer = {job.data.tokenizer!r} would train a tokenizer for each source of the mixture; "
-            "train one with `shardwise data` and set data.tokenizer to its path."
-        )
+        problem = f"data.tokenizer = {job.data.tokenizer!r} would train a tokenizer for each source of the mixture"
+        raise DataError(f"{problem}; train one with `shardwise data` and set data.tokenizer to its path.")
     sources = []
     for name in mix:
         data = job.data.model_copy(update=dict(zip(("source", "path"), _parse_mixture_entry(name))) | {"mix": {}})
@@ -127,16 +125,9 @@ def _mix_nonempty(sources: Sequence[Source], weights: Sequence[float]) -> Source
 
 def _image_sources(job: Job, model: Any, bad_records: BadRecords, record: DataRecord) -> tuple[Source, Source]:
     if job.data.source != "cifar10":
-        raise DataError(
-            f"data.source = {job.data.source!r} has text, but {model.description} reads images; use "
-            'data.source = "cifar10" or "synthetic".'
-        )
+        raise DataError(f"data.source = {job.data.source!r} has no images; use cifar10 or synthetic.")
     if model.image_size != IMAGE_SIZE or model.num_classes < NUM_CLASSES:
-        raise DataError(
-            f"CIFAR-10 has images of {IMAGE_SIZE} x {IMAGE_SIZE} in {NUM_CLASSES} classes, but model.image_size is "
-            f"{model.image_size} and model.num_classes is {model.num_classes}; "
-            f"set them to {IMAGE_SIZE} and {NUM_CLASSES}."
-        )
+        raise DataError(f"CIFAR-10 needs model.image_size = {IMAGE_SIZE} and model.num_classes = {NUM_CLASSES}.")
     training, held_out = open_cifar10(job.data.path, bad_records, make_augmentation(job))
     record.take([file.path for file in (*training.files, *held_out.files)])
     return training, held_out
@@ -193,16 +184,10 @@ def _click_sources(job: Job, bad_records: BadRecords, record: DataRecord) -> tup
             model, count, num_held_out, job.seed
         )
     if job.data.source != "criteo":
-        raise DataError(
-            f"data.source = {job.data.source!r} is not a click log, but a DLRM needs one; use 'synthetic', or 'criteo' "
-            "with data.path set to the file."
-        )
+        raise DataError(f"data.source = {job.data.source!r} is not a click log; use 'synthetic' or 'criteo'.")
     sparse, dense = criteo.NUM_SPARSE_FEATURES, criteo.NUM_DENSE_FEATURES
     if (model.tables, model.dense_features) != (sparse, dense):
-        raise DataError(
-            f"Criteo rows have {sparse} categorical and {dense} integer features, but model.tables is {model.tables} "
-            f"and model.dense_features is {model.dense_features}; set them to {sparse} and {dense}."
-        )
+        raise DataError(f"Criteo rows need model.tables = {sparse} and model.dense_features = {dense}.")
     if not job.data.path:
         raise DataError("data.source = 'criteo' reads a Criteo file; set data.path to it.")
     path = Path(job.data.path)
@@ -241,18 +226,12 @@ def _open_token_files(job: Job, record: DataRecord) -> tuple[list[TokenFile], To
 def _tokenizer_for_token_files(vocab: int, job: Job) -> Tokenizer | None:
     """Returns the tokenizer of token files with `vocab` ids (0: unknown); None if `bytes` has a different number."""
     if parse_bpe_size(job.data.tokenizer):
-        raise DataError(
-            f"data.tokenizer = {job.data.tokenizer!r} needs text to train on, and data.source = 'tokens' has none; "
-            "set it to the tokenizer.json that encoded the tokens."
-        )
+        raise DataError("data.source = 'tokens' has no text to train on; set data.tokenizer to what encoded it.")
     if job.data.tokenizer == "bytes":
         return ByteTokenizer() if vocab == ByteTokenizer.vocab else None
     tokenizer = load_tokenizer(job.data.tokenizer)
     if tokenizer.vocab < vocab:
-        raise DataError(
-            f"data.tokenizer = {job.data.tokenizer!r} has {tokenizer.vocab} ids, but {job.data.path} has a vocabulary "
-            f"of {vocab}; use the tokenizer that encoded it."
-        )
+        raise DataError(f"{job.data.path} has {vocab} ids, its tokenizer {tokenizer.vocab}; use what encoded it.")
     return tokenizer
 
 
@@ -336,6 +315,4 @@ def _check_vocab(owner: str, vocab: int, job: Job) -> None:
     if vocab + model.reserved_ids > model.vocab_size:
         reserved = f", and {model.description} reserves {model.reserved_ids} more" if model.reserved_ids else ""
         needed = vocab + model.reserved_ids
-        raise DataError(
-            f"{owner} has {vocab} ids{reserved}, but model.vocab is {model.vocab_size}; set model.vocab = {needed}."
-        )
+        raise DataError(f"{owner} has {vocab} ids{reserved}, more than model.vocab; set model.vocab = {needed}.")

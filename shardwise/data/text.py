@@ -98,10 +98,7 @@ def read_chunks(
             elif _is_text(file):
                 yield from _read_text_file(file)
             elif is_named_file:
-                where = file.path
-                raise DataError(
-                    f"{where} is not text: it must be UTF-8 without NUL bytes. Convert it, e.g. with iconv."
-                )
+                raise DataError(f"{file.path} is not text: it must be UTF-8 without NUL bytes. Convert it with iconv.")
             else:
                 bad_records.skipped_files[str(file.path)] = None
         except OSError as error:

@@ -79,15 +79,10 @@ def open_token_file(path: Path) -> TokenFile:
         )
     _, version, width, vocab, count = _HEADER.unpack(header)
     if version != VERSION or width not in _DTYPES:
-        raise DataError(
-            f"{path} is a token file of version {version} with {width} bytes per token; this Shardwise reads version "
-            f"{VERSION} with 1, 2 or 4. Write it again with `shardwise data`."
-        )
+        known = f"this Shardwise reads version {VERSION} with 1, 2 or 4 bytes per token"
+        raise DataError(f"{path} is a token file of version {version} with {width}; {known}. Write it again.")
     if size != _HEADER.size + width * count:
-        raise DataError(
-            f"{path} has {size} bytes, but its header requires {_HEADER.size + width * count} ({count} tokens of "
-            f"{width} bytes): it was truncated or overwritten. Copy or write it again."
-        )
+        raise DataError(f"{path} was truncated or overwritten: it does not have {count} tokens; write it again.")
     return TokenFile(path, _DTYPES[width], vocab, count, _HEADER.size)
 
 

@@ -144,10 +144,7 @@ def parse_bpe_size(name: str) -> int | None:
     if kind != "bpe" or not colon:
         return None
     if not size.isdecimal() or len(size) > 8 or not 257 <= int(size) <= MAX_VOCAB:
-        raise DataError(
-            f"data.tokenizer = {shorten(name)}: write bpe:SIZE with a size of at least 257 (256 bytes and the "
-            "end-of-document token) and at most 10,000,000, for instance bpe:4096."
-        )
+        raise DataError(f"data.tokenizer = {shorten(name)}: write bpe:SIZE of at least 257 and at most 10,000,000 ids.")
     return int(size)
 
 
@@ -163,9 +160,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     except DataError:
         raise
     except Exception as error:  # the library raises bare Exceptions for malformed files
-        raise DataError(
-            f"the tokenizer {path} cannot be read: {error}. It must be a tokenizer.json of the tokenizers library."
-        ) from error
+        raise DataError(f"the tokenizer {path} cannot be read: {error}. It must be a tokenizer.json.") from error
 
 
 def train_bpe(texts: Iterable[str], size: int) -> HuggingFaceTokenizer:
@@ -196,9 +191,7 @@ def _tokenizer_path(name: str) -> Path:
     path = Path(name).expanduser()
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
-        raise DataError(
-            f"data.tokenizer = {name!r} is not a file; use 'bytes', 'bpe:SIZE' or the path of a tokenizer.json."
-        )
+        raise DataError(f"data.tokenizer = {name!r} is not a file; use bytes, bpe:SIZE or a path of a tokenizer.json.")
     return path
 
 
@@ -206,8 +199,5 @@ def _import_tokenizers() -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise DataError(
-            "tokenizers other than 'bytes' need the tokenizers package, which is not installed; "
-            "`pip install shardwise[bpe]`, or set data.tokenizer = 'bytes'."
-        ) from None
+        raise DataError("this tokenizer needs the tokenizers package; `pip install shardwise[bpe]`.") from None
     return tokenizers

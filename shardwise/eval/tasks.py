@@ -1,4 +1,4 @@
-"""Perplexity of files, and tasks of local files in lm-eval's YAML format, of which this is the part that needs no code.
+"""`shardwise eval`: perplexity of files, and tasks of local files in the part of lm-eval's YAML format without code.
 
     task: capitals
     dataset_kwargs: {data_files: {test: capitals.jsonl}}   # beside the task file; or short: data: capitals.jsonl
@@ -14,7 +14,9 @@ number; the result is the mean over all records.
 
 import json
 import math
+import os
 import string
+import sys
 from ast import literal_eval
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -23,15 +25,19 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+from shardwise.comm.world import run_world
 from shardwise.data.input_files import DataRecord
 from shardwise.data.text import find_files, read_chunks
 from shardwise.errors import DataError, JobError, shorten
+from shardwise.eval.language_model import LanguageModel, load_eval_job
 from shardwise.files import parse_record
+from shardwise.layout import Layout
 from shardwise.models.config import ConfigSection
 
 OUTPUT_TYPES = ("multiple_choice", "generate_until", "loglikelihood", "loglikelihood_rolling")
 DEFAULT_METRICS = {"multiple_choice": ("acc", "acc_norm"), "generate_until": ("exact_match",),
                    "loglikelihood": ("perplexity", "acc"), "loglikelihood_rolling": ("byte_perplexity",)}  # fmt: skip
+Results = dict[str, dict[str, float]]  # metrics by task or file
 
 
 @dataclass
@@ -217,7 +223,33 @@ def own_metric(name: str) -> Callable[[dict[str, Any], Any], Any]:
     return function  # type: ignore[no-any-return]
 
 
-def results_text(results: dict[str, dict[str, float]]) -> Iterable[str]:
+def evaluate(
+    path: Path, data: Sequence[str], tasks: Sequence[Path], layout: str = "", step: str = "",
+    overrides: Sequence[str] = (), batch: int = 8,
+) -> Results:  # fmt: skip
+    """Returns the metrics of each data file and of each task. A layout of several processes gets a world of its own,
+    on the CPU; under torchrun, it is that of torchrun."""
+    if not data and not tasks:
+        raise JobError("nothing to evaluate on; give --data FILE or --tasks FILE.")
+    found = [(file.parent, task) for file in tasks for task in load_tasks(file)]
+    sys.path.insert(0, os.getcwd())  # for metrics of one's own, as `python -m` finds them
+    for name in (str(entry.get("metric")) for _, task in found for entry in task.metric_list):
+        own_metric(name) if name.startswith("python:") else None
+    world = Layout.parse(layout).world if layout else 1
+    if world > 1 and not load_eval_job(path, overrides).model.is_causal_lm:
+        raise JobError(f"--layout: {path} runs as a module of transformers, in one process; leave out --layout.")
+
+    def run() -> Results:
+        model = LanguageModel(path, layout, step, batch, overrides)
+        results = {name: file_perplexity(model, name, model.job.data.text_field) for name in data}
+        return results | {task.task: run_task(model, task, folder) for folder, task in found}
+
+    if world == 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return run()
+    return run_world(run, world, timeout=10.0**6)[0]  # type: ignore[no-any-return]
+
+
+def results_text(results: Results) -> Iterable[str]:
     """Yields a line per task or file."""
     for name, values in results.items():
         shown = (
@@ -226,7 +258,7 @@ def results_text(results: dict[str, dict[str, float]]) -> Iterable[str]:
         yield f"{name}: {', '.join(shown)}"
 
 
-def results_json(results: dict[str, dict[str, float]]) -> str:
+def results_json(results: Results) -> str:
     rows = {name: {key: value if math.isfinite(value) else str(value) for key, value in values.items()}
             for name, values in results.items()}  # fmt: skip
     return json.dumps(rows)

@@ -97,10 +97,7 @@ def _explicit(node: str | None, address: str | None, variables: Variables) -> Cl
     if node is None:
         return None
     if "TORCHELASTIC_RUN_ID" in variables:
-        raise JobError(
-            f"--node {node} starts an agent, but torchrun has started this process as rank {variables.get('RANK')}; "
-            "remove --node, or start it without torchrun."
-        )
+        raise JobError("--node starts an agent, but torchrun has started this process; leave out one of them.")
     if node != "auto":
         options = {"--node": node, "--address": address or ""}
         return ClusterEnvironment("--node", options, node=Node.parse(node, address))
@@ -154,9 +151,7 @@ def _node_of(name: str, variables: Variables, address: str | None) -> ClusterEnv
     elif address is None:
         hosts = variables.get(host_name, "").split()
         if not hosts:
-            raise JobError(
-                f"{count_name} is set, but not {host_name}; pass the address of node 0, --address HOST:PORT."
-            )
+            raise JobError(f"{count_name} is set, but not {host_name}; pass the address of node 0 by --address.")
         address = f"{hosts[0]}:{variables.get('PET_MASTER_PORT', '29400')}"
     source = {index_name: variables.get(index_name, ""), count_name: variables[count_name], "address": address}
     place = f"{_integer(variables, index_name)}/{source[count_name]}"

@@ -38,10 +38,7 @@ def check_layout_fits(layout: Layout, job: Job, nodes: int = 1, world_size: int 
     if job.compile is True and pick_device(job) == "cpu":
         check_compiler()
     if layout.world % nodes:
-        raise LayoutError(
-            f"layout '{layout}' has {pluralize(layout.world, 'process')}, which {nodes} nodes cannot share equally; "
-            f"choose a layout whose world size is a multiple of {nodes}."
-        )
+        raise LayoutError(f"layout '{layout}': {nodes} nodes cannot share {layout.world} processes equally; change it.")
     if world_size is not None and world_size != layout.world:
         raise LayoutError(
             f"layout '{layout}' needs {pluralize(layout.world, 'process')}, but this world has {world_size}; "

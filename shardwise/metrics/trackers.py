@@ -35,10 +35,7 @@ def check_tracker_installed(names: str | tuple[str, ...]) -> None:
     for name in (names,) if isinstance(names, str) else names:
         if name not in ("tensorboard", "wandb", "mlflow") or importlib.util.find_spec(name) is not None:
             continue
-        raise JobError(
-            f'tracker = "{name}" needs the package {name}, which is not installed; run `pip install {name}`, '
-            'or use tracker = "csv" or "prometheus", which need no package.'
-        )
+        raise JobError(f'tracker = "{name}" needs the package {name}: `pip install {name}`; csv needs none.')
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -123,19 +120,28 @@ class PrometheusWriter:
         return "\n".join(lines) + "\n"
 
 
+def _log_numbers(job: Job, log: Callable[..., object], end: Callable[[], object]) -> LogFn:
+    """Returns what passes the numbers of a record to a tracker's `log`, and calls its `end` after the last step."""
+
+    def log_record(record: dict[str, Any]) -> None:
+        values = {key.replace(".", "/"): value for key, value in numbers_of(record).items() if key != "step"}
+        log(values, step=record["step"])
+        if record["step"] == job.total_steps:
+            end()
+
+    return log_record
+
+
 def _tensorboard(job: Job, folder: Path) -> LogFn:
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
+    writer: Any = SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
 
-    def log(record: dict[str, Any]) -> None:
-        for name, value in numbers_of(record).items():
-            if name not in ("step", "time"):
-                writer.add_scalar(name.replace(".", "/"), value, record["step"])  # type: ignore[no-untyped-call]
-        if record["step"] == job.total_steps:
-            writer.close()  # type: ignore[no-untyped-call]
+    def log(values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
 
-    return log
+    return _log_numbers(job, log, writer.close)
 
 
 def _wandb(job: Job, folder: Path) -> LogFn:
@@ -143,14 +149,7 @@ def _wandb(job: Job, folder: Path) -> LogFn:
 
     name = folder.resolve().name
     run = wandb.init(project="shardwise", id=name, name=name, dir=str(folder), config=job.model_dump(), resume="allow")
-
-    def log(record: dict[str, Any]) -> None:
-        values = {key.replace(".", "/"): value for key, value in numbers_of(record).items() if key != "step"}
-        run.log(values, step=record["step"])
-        if record["step"] == job.total_steps:
-            run.finish()
-
-    return log
+    return _log_numbers(job, run.log, run.finish)
 
 
 def _mlflow(job: Job, folder: Path) -> LogFn:
@@ -164,14 +163,7 @@ def _mlflow(job: Job, folder: Path) -> LogFn:
     if run_id is None:
         saved.write_text(run.info.run_id)
         mlflow.log_params({key: str(value)[:500] for key, value in flatten(job.model_dump()).items()})
-
-    def log(record: dict[str, Any]) -> None:
-        values = {key.replace(".", "/"): value for key, value in numbers_of(record).items() if key != "step"}
-        mlflow.log_metrics(values, step=record["step"])
-        if record["step"] == job.total_steps:
-            mlflow.end_run()
-
-    return log
+    return _log_numbers(job, mlflow.log_metrics, mlflow.end_run)
 
 
 LOG_FN_FACTORIES: dict[str, Callable[[Job, Path], LogFn]] = {

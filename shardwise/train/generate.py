@@ -35,10 +35,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not (self.temperature >= 0 and 0 < self.top_p <= 1 and self.top_k >= 0 and self.tokens >= 0):
-            raise JobError(
-                f"temperature {self.temperature}, top-k {self.top_k}, top-p {self.top_p}: temperature and top-k must "
-                "be 0 or more, top-p above 0 and at most 1."
-            )
+            raise JobError("temperature and top-k must be 0 or more, and top-p above 0 and at most 1.")
 
     def choose(self, logits: Tensor, generator: torch.Generator) -> int:
         """Returns the next token, given its logits (V,)."""

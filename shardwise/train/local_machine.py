@@ -41,9 +41,7 @@ def check_compiler() -> None:
     """Raises JobError if there is no C++ compiler, which `compile` needs on CPUs."""
     name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # where PyTorch looks
     if shutil.which(name) is None:
-        raise JobError(
-            f"compile = true needs a C++ compiler, and {name!r} was not found; install it, set CXX, or compile = false."
-        )
+        raise JobError(f"compile = true needs a C++ compiler, but {name!r} was not found; install it, or set CXX.")
 
 
 def local_process_count(job: Job) -> int:

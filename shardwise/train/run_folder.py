@@ -61,10 +61,8 @@ class RunFolder:
             try:
                 (folder.path / "job.toml").touch(exist_ok=False)  # of several processes at once, one gets the folder
             except FileExistsError:
-                raise JobError(
-                    f"run.folder = {str(folder.path)!r} already has a run; continue it with `shardwise train --resume "
-                    f"{folder.path}`, or choose another folder."
-                ) from None
+                taken = f"run.folder = {str(folder.path)!r} already has a run"
+                raise JobError(f"{taken}; add --resume {folder.path}, or choose another folder.") from None
             write_text(folder.path / "job.toml", job.to_toml())
         except OSError as error:
             raise JobError(f"cannot create the run folder: {error}.") from None
@@ -253,10 +251,7 @@ def check_state(folder: RunFolder, job: Job, state: Mapping[str, Any]) -> None:
             f"{', '.join(changed)}. Restore the file, or start a new run."
         )
     if step > job.total_steps:
-        raise JobError(
-            f"{folder.path} is at step {step} already, so it cannot end at step {job.total_steps}; set steps to "
-            f"{step} or more, or start a new run."
-        )
+        raise JobError(f"{folder.path} is at step {step} already; set steps to {step} or more, or start a new run.")
 
 
 def check_history(folder: RunFolder, job: Job) -> None:

@@ -124,10 +124,8 @@ def _grown_rows(job: Job, path: Path, index: Index, shapes: dict[str, torch.Size
         if old == new:
             continue
         if not old or old[1:] != new[1:] or old[0] > new[0] or new[0] not in growing:
-            raise CheckpointError(
-                f"model.weights: for {name}, {path} has {old or 'nothing'}, but this model needs {new}; only the "
-                "vocabulary and a table of positions may grow."
-            )
+            problem = f"model.weights: for {name}, {path} has {old or 'nothing'}, but this model needs {new}"
+            raise CheckpointError(f"{problem}; only the vocabulary and a table of positions may grow.")
         grown[name] = old[0]
     return grown
 
