@@ -29,6 +29,7 @@ from typer.utils import get_params_from_function
 
 import shardwise
 from shardwise import cli, errors
+from shardwise.files import parse_toml
 from shardwise.job import Job
 from shardwise.layout import SCHEDULES, Layout, micro_batch_error
 from shardwise.models.config import Count, LoRA, ModelConfig
@@ -68,6 +69,8 @@ MEANING = {
     "shardwise.UserError": "An error that the caller can fix.",
     "shardwise.parallelize": "Builds this rank's part of a job in a layout: an `Engine`.",
 }
+
+JOB_KEYS = parse_toml((ROOT / "shardwise" / "job_keys.toml").read_text(encoding="utf-8"))
 
 
 # Text
@@ -117,6 +120,7 @@ def job_keys() -> Iterator[tuple[str, str, FieldInfo, str]]:
             sections.append((name, field.annotation))
     for section, kind in sections:
         texts = (docstrings(ModelConfig) if issubclass(kind, ModelConfig) else {}) | docstrings(kind)
+        texts |= JOB_KEYS.get(section, {}) if section else JOB_KEYS
         is_decoder = kind is not DecoderConfig and issubclass(kind, DecoderConfig)
         known = DecoderConfig.model_fields if is_decoder else ModelConfig.model_fields
         for name, field in kind.model_fields.items():

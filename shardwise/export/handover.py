@@ -30,7 +30,7 @@ from shardwise.errors import DataError, JobError, RunError
 from shardwise.export.data_profile import profile_data
 from shardwise.export.smoke import greedy_tokens, logits_checksum
 from shardwise.files import parse_json, write_text
-from shardwise.job_outputs import ExportConfig
+from shardwise.job import ExportConfig
 from shardwise.metrics.trackers import numbers_of
 from shardwise.parallel.prepare import forward_flops
 from shardwise.train.checkpoint_folder import read_manifest
