@@ -93,20 +93,6 @@ def train(
 
 
 @app.command()
-def run(
-    script: Annotated[Path, typer.Argument(help="A Python script that uses shardwise.Trainer.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script, after --.")] = None,
-    processes: Annotated[int | None, Option(min=1, help="Number of processes, for layout auto.")] = None,
-) -> None:
-    """Runs a training script, as `python SCRIPT` does; --processes sets the world size for layout auto."""
-    if not script.is_file():
-        raise JobError(f"the script {script} does not exist.")
-    if processes is not None:
-        os.environ["SHARDWISE_PROCESSES"] = str(processes)
-    os.execv(sys.executable, [sys.executable, str(script), *(arguments or [])])
-
-
-@app.command()
 def inspect(job_file: JobFile = None, overrides: Overrides = None, as_json: JsonFlag = False) -> None:
     """Shows a model's blocks, parameters and tied weights, and which axes of a layout it supports."""
     inspect_job = quick_import("shardwise.verify.command").inspect_job
@@ -115,11 +101,9 @@ def inspect(job_file: JobFile = None, overrides: Overrides = None, as_json: Json
     if as_json:
         print_line(json.dumps(found))
         return
-    for name, value in found.items():
-        if name != "axes":
-            print_line(f"{name + ':':<12} {value}")
-    for axis, verdict in found["axes"].items():
-        print_line(f"{axis + ':':<12} {verdict}")
+    axes = found.pop("axes")
+    for name, value in (found | axes).items():
+        print_line(f"{name + ':':<12} {value}")
 
 
 @app.command()
@@ -284,9 +268,8 @@ def doctor(
         print_line(line)
 
 
-for _command in (*cli_cluster.COMMANDS, *watch.COMMANDS):
-    app.command()(_command)
-for _name, _function in cli_models.COMMANDS.items():
+_commands: dict[str, Any] = {function.__name__: function for function in (*cli_cluster.COMMANDS, *watch.COMMANDS)}
+for _name, _function in {**_commands, **cli_models.COMMANDS}.items():
     app.command(_name)(_function)
 
 

@@ -3,8 +3,7 @@
     trainer = shardwise.Trainer(model=MyNet, loss=nn.CrossEntropyLoss(), data=dataset, layout="shard=2", steps=1000)
     trainer.fit()
 
-Start it with `python train.py`, which starts the layout's processes itself, `torchrun train.py` or `shardwise run
-train.py`.
+Start it with `python train.py`, which starts the layout's processes itself, or with `torchrun train.py`.
 """
 
 import json
@@ -98,8 +97,6 @@ class Trainer:
             values["steps"] = steps
         for key, value in (settings or {}).items():
             values[key] = {**values.get(key, {}), **value} if isinstance(value, Mapping) else value
-        if processes := os.environ.get("SHARDWISE_PROCESSES"):  # set by `shardwise run --processes`
-            values["run"]["processes"] = int(processes)
         self.job: Job = make_job(values, "Trainer")
         self.run: Run | None = None
 

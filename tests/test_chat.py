@@ -221,7 +221,7 @@ def test_all_forms_of_a_conversation_are_the_same() -> None:
 
 
 @pytest.mark.parametrize(("row", "said"), [
-    ("{", "not valid JSON"), ("[1]", "this is a JSON array"), ({"text": "Hi"}, "the row has the keys 'text'"),
+    ("{", "not valid JSON"), ("[1]", "this is no JSON object"), ({"text": "Hi"}, "the row has the keys 'text'"),
     ({"messages": []}, "a list of objects"), ({"messages": "Hi"}, "a list of objects"),
     ({"messages": [{"role": "wizard", "content": "Hi"}]}, "message 1 has the role 'wizard'"),
     ({"messages": [{"content": "Hi"}]}, "message 1 has the role None"),

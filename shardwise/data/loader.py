@@ -60,7 +60,7 @@ class _RankReader:
 
 
 class Loader:
-    """Endless iterator over (step, batch) from `first_step` on. As a context manager, it is closed on exit."""
+    """Endless iterator over (step, batch) from `first_step` on."""
 
     def __init__(
         self, stream: SampleStream, global_batch_size: int, ranks: int = 1, rank: int = 0, first_step: int = 0,
@@ -103,12 +103,6 @@ class Loader:
         """Stops the thread and the workers; safe to call twice."""
         self._finalizer()
         self._prefetched.clear()
-
-    def __enter__(self) -> "Loader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _next_batch(batches: BatchIterator, device: torch.device) -> tuple[int, Samples]:

@@ -27,17 +27,13 @@ from shardwise.console import pluralize
 from shardwise.data.input_files import BadRecords, DataFile, DataRecord
 from shardwise.data.token_file import write_token_arrays
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer, parse_bpe_size, train_bpe
-from shardwise.errors import DataError, suggest
+from shardwise.errors import DataError, shorten, suggest
 from shardwise.files import require_parent_folder
 from shardwise.job import DataConfig, load_job
 
 CHUNK_CHARS = 1 << 20
 _SUFFIXES = {"text": (), "jsonl": (".jsonl", ".ndjson"), "chat": (".jsonl", ".ndjson"), "tokens": (".bin",)}
 """File name suffixes that a folder search accepts; an empty tuple accepts all."""
-
-_JSON_TYPES = {
-    dict: "object", list: "array", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null",
-}  # fmt: skip
 
 
 class TextChunk(NamedTuple):
@@ -147,24 +143,21 @@ def parse_object(line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"not valid JSON ({error}). Every line must be one JSON object.") from None
     if not isinstance(record, dict):
-        raise DataError(f"this is a JSON {_JSON_TYPES[type(record)]}. Every line must be one JSON object.")
+        raise DataError(f"this is no JSON object: {shorten(record)}. Every line must be one.")
     return record
 
 
 def _parse_record(line: bytes, field: str) -> str:
     record = parse_object(line)
     if field not in record:
-        reason = f"the record has no field {field!r} (data.text_field)"
-        raise DataError(f"{reason}; {suggest(field, map(str, record))}")
+        raise DataError(f"no field {field!r} (data.text_field); {suggest(field, map(str, record))}")
     text = record[field]
     if not isinstance(text, str):
-        kind = _JSON_TYPES[type(text)]
-        raise DataError(f"field {field!r} is a JSON {kind}, not a string; set data.text_field.")
+        raise DataError(f"field {field!r} is {shorten(text)}, not a string; set data.text_field.")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        reason = f"field {field!r} is not Unicode text ({error.reason})"
-        raise DataError(f"{reason}; fix or drop the record.") from None
+        raise DataError(f"field {field!r} is not Unicode text ({error.reason}); fix or drop it.") from None
     return text
 
 
