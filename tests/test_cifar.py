@@ -157,8 +157,8 @@ def test_samples_depend_on_their_place_alone(tmp_path: Path) -> None:
 def test_the_head_counts_correct_classes() -> None:
     head = ClassifierHead(6, 5).double()
     torch.nn.init.normal_(head.weight), torch.nn.init.normal_(head.bias)
-    x, classes = torch.randn(4, 6, 2, 2, dtype=torch.float64), torch.tensor([0, 4, -100, 1])
-    targets = classes[:, None]
+    x, classes = torch.randn(4, 6, 2, 2, dtype=torch.float64), torch.tensor([0, 4, 2, 1])
+    targets = classes[:, None].clone()
     assert torch.allclose(head(x, targets=targets), F.cross_entropy(head(x)[:, 0], classes, reduction="sum"))
     head.eval()
     for _ in range(2):  # as a validation in two micro-batches
@@ -166,7 +166,7 @@ def test_the_head_counts_correct_classes() -> None:
     assert int(head.num_correct) == 2 * int((head(x)[:, 0].argmax(-1) == classes).sum())
     targets[2] = IGNORE_INDEX
     keep = torch.tensor([0, 1, 3])
-    assert torch.allclose(head(x, targets=targets), F.cross_entropy(head(x)[keep, 0], soft[keep], reduction="sum"))
+    assert torch.allclose(head(x, targets=targets), F.cross_entropy(head(x)[keep, 0], classes[keep], reduction="sum"))
 
 
 def test_layouts_agree_on_augmented_images() -> None:
