@@ -5,14 +5,12 @@ one live line on a terminal, about ten plain lines otherwise.
 """
 
 import math
+import sys
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 from torch import Tensor
 
 from shardwise.cluster import device_peak_flops
@@ -34,25 +32,16 @@ HIDDEN_EVENTS = {"checkpoint"}  # too frequent to print
 class Progress:
     def __init__(self, total: int, enabled: bool, unit: str = "tokens"):
         self.total, self.enabled, self.unit = total, enabled, unit
-        self.console = Console(highlight=False)
-        self.is_terminal = enabled and self.console.file.isatty()
-        self._live: Live | None = None
+        self._clear = "\r\033[K" if enabled and sys.stdout.isatty() else ""  # of a terminal: its live line
         self._start: tuple[int, float] | None = None  # first step seen, and when
 
     def update(self, record: dict[str, Any]) -> None:
-        if not self.enabled:
-            return
         done = record["step"]
-        if self._start is None:
-            self._start = (done, time.monotonic())
-        line = self._line(record)
-        if self.is_terminal:
-            if self._live is None:
-                self._live = Live(console=self.console, refresh_per_second=8, transient=False)
-                self._live.start()
-            self._live.update(Text(line))
-        elif done == 1 or done == self.total or done % max(1, self.total // 10) == 0:
-            print_line(line)
+        self._start = self._start or (done, time.monotonic())
+        if self._clear:
+            print(f"{self._clear}{self._line(record)}", end="\n" if done == self.total else "", flush=True)
+        elif self.enabled and (done in (1, self.total) or done % max(1, self.total // 10) == 0):
+            print_line(self._line(record))
 
     def _line(self, record: dict[str, Any]) -> str:
         done = record["step"]
@@ -64,17 +53,11 @@ class Progress:
         return f"{step}  loss {loss}  {record['tokens_per_s']:,.0f} {self.unit}/s  {remaining}".rstrip()
 
     def print_event(self, kind: str, message: str) -> None:
-        if not self.enabled or kind in HIDDEN_EVENTS:
-            return
-        if self.is_terminal:
-            self.console.print(f"{kind}: {message}", markup=False, soft_wrap=True)  # above the live line
-        else:
-            print_line(f"{kind}: {message}")
+        if self.enabled and kind not in HIDDEN_EVENTS:
+            print_line(f"{self._clear}{kind}: {message}")
 
     def close(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        print(self._clear, end="", flush=True)
 
 
 def _format_duration(seconds: float) -> str:
