@@ -1,12 +1,5 @@
-"""`shardwise eval`: perplexity of files, and tasks of local files in the part of lm-eval's YAML format without code.
-
-    task: capitals
-    dataset_kwargs: {data_files: {test: capitals.jsonl}}   # beside the task file; or short: data: capitals.jsonl
-    output_type: multiple_choice                            # generate_until, loglikelihood, loglikelihood_rolling
-    doc_to_text: "The capital of {{country}} is"            # a template of jinja2, or the name of a field
-    doc_to_choice: "{{choices}}"
-    doc_to_target: "{{answer}}"
-    metric_list: [{metric: acc}, {metric: acc_norm}, {metric: "python:my_metrics:first_letter"}]
+"""`shardwise eval`: perplexity of files, and tasks of local files in the part of lm-eval's YAML format that needs no
+code (docs/how-to/evaluate.md).
 
 A metric of your own is called with the record and the prediction (the text, or the number of the choice) and returns a
 number; the result is the mean over all records.

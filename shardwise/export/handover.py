@@ -1,10 +1,5 @@
-"""`shardwise export` and `merge`: the Hugging Face folder, and beside it what the next one in line needs.
-
-    README.md          the model card, made from the run
-    proof.json         what was checked, versions, layout, hashes of weights and data
-    data-profile.json  histograms of the training data, for `shardwise drift`
-    reference.json     with --check: a prompt, a checksum of its logits, the greedy continuation
-    MLmodel            for MLflow
+"""`shardwise export` and `merge`: the Hugging Face folder, and beside it what the next one in line needs: model card,
+proof, data profile, reference sample (docs/how-to/hand-over.md).
 
 Gates (`[export.gates]` of the job, and --gate) refuse the export before anything is written.
 """

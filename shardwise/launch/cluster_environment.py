@@ -1,16 +1,7 @@
 """Which cluster this process was started in, and its place there, read from options and environment variables.
 
 A process is one *rank* of a world that somebody else created, one *node* on which our agent starts the ranks, or on its
-own. The first of these that applies decides:
-
-    1. --node K/N --address HOST:PORT      node     explicit; `--node auto` takes K, N and HOST from 3, 4 or 5
-    2. RANK, WORLD_SIZE                    rank     torchrun, Ray Train, PyTorchJob
-    3. PET_NNODES > 1, PET_NODE_RANK       node     torchrun's options as variables: Kubeflow Trainer
-    4. SLURM_STEP_NUM_TASKS > 1            rank     a task of srun; a batch script itself is no task
-    5. SKYPILOT_NUM_NODES > 1              node     SkyPilot, which starts its processes by Ray
-    6. JOB_COMPLETION_INDEX                alone    a pod of an Indexed Job, which is not told how many there are
-    7. RAY_JOB_ID                          alone    a worker of Ray
-    8. nothing                             alone
+own. `detect` tries one after the other, in the order of docs/how-to/clusters.md.
 
 If --node says one node and the scheduler another, that is an error: most often a shell expanded a variable too early.
 """

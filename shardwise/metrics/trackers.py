@@ -1,12 +1,5 @@
-"""Experiment trackers, chosen by the job key `tracker`: one or several. All get the numbers of `metrics.jsonl`.
-
-    csv          metrics.csv in the run folder
-    prometheus   metrics.prom in the run folder, for node_exporter's textfile collector; updated at most once a second
-    tensorboard  event files in `tensorboard/` of the run folder; needs the tensorboard package
-    wandb        a Weights & Biases run; needs the wandb package and an account, or its offline mode
-    mlflow       a run of MLflow, at MLFLOW_TRACKING_URI, or in `mlruns` of the run folder; needs the mlflow package
-
-`metrics.jsonl` is always written. A tracker that fails is disabled; the run continues.
+"""Experiment trackers, chosen by the job key `tracker`: one or several (docs/how-to/watch-a-run.md). All get the
+numbers of `metrics.jsonl`, which is always written. A tracker that fails is disabled; the run continues.
 """
 
 import csv

@@ -1,16 +1,5 @@
-"""The run folder, plain files that stay valid after a crash, and what must hold when its run is resumed.
-
-job.toml         the resolved job               plan.toml        layout, stages and batch sizes
-metrics.jsonl    one object per step            events.jsonl     events with a message each
-ranks.jsonl      time and memory of each rank   timeline/        pipeline actions of selected steps
-checkpoints/     see `checkpoint.py`            errors/          errors of failed workers
-best/            the best checkpoint, if `validation.keep_best`
-tokenizer.json   the tokenizer, unless `bytes`  bad-records.txt  records that `data.on_bad_record = "skip"` skipped
-data.json        fingerprints of the files read owner.json       the launcher that trains the run, while it does
-heartbeats/      heartbeats of the ranks        doctor/          diagnoses of dead and hung ranks
-skips.json       batches skipped after loss spikes
-quarantine.json  ranks on which silent data corruption was found
-store.json       of a local copy: the URL of the run (`shardwise.train.run_store`)
+"""The run folder, plain files that stay valid after a crash (docs/reference/run-folder.md lists them), and what must
+hold when its run is resumed.
 """
 
 import errno
