@@ -50,16 +50,10 @@ def train(
     overrides: Overrides = None,
     layout: LayoutOption = None,
     cluster: Annotated[str | None, Option(help="Cluster preset or file; short for --set run.cluster=...")] = None,
-    processes: Annotated[
-        int | None, Option(min=1, help="Plan for N processes; short for --set run.processes=N --set layout=auto.")
-    ] = None,
+    processes: Annotated[int | None, Option(min=1, help="Plan the layout for N processes of this machine.")] = None,
     resume: Annotated[Path | None, Option(help="Resume the run in this folder, in any layout.")] = None,
-    continue_run: Annotated[
-        bool, Option("--continue", help="Resume the run in run.folder if there is one; exit with 75 if it is stopped.")
-    ] = False,
-    node: Annotated[
-        str | None, Option(metavar="K/N", help="This is node K (from 0) of N; auto asks the scheduler.")
-    ] = None,
+    continue_run: Annotated[bool, Option("--continue", help="Resume run.folder if it exists.")] = False,
+    node: Annotated[str | None, Option(metavar="K/N", help="Node K (from 0) of N; auto asks the scheduler.")] = None,
     address: Annotated[str | None, Option(metavar="HOST:PORT", help="Multi-node: address of node 0.")] = None,
     proof: Annotated[bool, Option(help="First verify the layout of a model not built in; --no-proof skips it.")] = True,
     accept_data_change: Annotated[bool, Option("--accept-data-change", help="Resume with changed data.")] = False,
@@ -110,17 +104,10 @@ def inspect(job_file: JobFile = None, overrides: Overrides = None, as_json: Json
 def verify(
     job_file: JobFile = None,
     overrides: Overrides = None,
-    layout: Annotated[
-        list[str] | None, Option(help="Layout to verify; repeatable. Default: the job's, or a set of layouts for auto.")
-    ] = None,
+    layout: Annotated[list[str] | None, Option(help="Layout; repeatable. Default: the job's, for auto a set.")] = None,
     shrink: Annotated[bool, Option(help="Shrink the model first, to verify large models quickly.")] = False,
     steps: Annotated[int, Option(min=3, help="Number of optimizer steps to compare.")] = 3,
-    against: Annotated[
-        str | None,
-        Option(
-            help="Compare one process with another implementation instead: hf, transformers' module with our weights."
-        ),
-    ] = None,
+    against: Annotated[str | None, Option(help="Compare one process with another implementation: hf.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Verifies that a layout computes the same losses, gradients and weights as a single process."""
@@ -169,9 +156,7 @@ def _verify_against(job: Any, against: str, shrink: bool, as_json: bool) -> None
 def plan(
     job_file: JobFile = None,
     overrides: Overrides = None,
-    cluster: Annotated[
-        str, Option(help="Cluster preset (a100-80g, h100, ...) or a file from `shardwise calibrate`.")
-    ] = "cpu",
+    cluster: Annotated[str, Option(help="Preset (a100-80g, h100, ...) or file of `shardwise calibrate`.")] = "cpu",
     devices: Annotated[int | None, Option(min=1, help="Devices; default: one node, rack or pod (cpu: 1024).")] = None,
     layout: Annotated[str | None, Option(help="Estimate this layout instead of searching.")] = None,
     as_json: JsonFlag = False,
@@ -192,9 +177,7 @@ def dryrun(
     job_file: JobFile = None,
     overrides: Overrides = None,
     layout: Annotated[str | None, Option(help="Layout to run; default: the job's layout.")] = None,
-    rank: Annotated[
-        list[int] | None, Option(min=0, help="Rank; repeatable. Default: of the first, second, middle, last stage.")
-    ] = None,
+    rank: Annotated[list[int] | None, Option(min=0, help="Rank; repeatable. Default: of four stages.")] = None,
     every_stage: Annotated[bool, Option("--every-stage", help="Simulate one rank per pipeline position.")] = False,
     as_json: JsonFlag = False,
 ) -> None:

@@ -24,9 +24,7 @@ def check_count(scope: str) -> str:
     return scope
 
 
-ParameterScope = Annotated[
-    str, Option("--count", callback=check_count, help="Parameters to count: all, or blocks (no embeddings or head).")
-]
+ParameterScope = Annotated[str, Option("--count", callback=check_count, help="Parameters to count: all, or blocks.")]
 
 
 def _print(values: Any, lines: Iterable[str], as_json: bool) -> None:
@@ -53,9 +51,7 @@ def laws_design(
 @laws.command("fit")
 def laws_fit(
     runs: Annotated[list[Path], Argument(help="CSV file, run folders, or folders of run folders.")],
-    drop: Annotated[
-        int | None, Option("--drop-highest", min=0, help="Exclude the N highest losses instead of the outliers.")
-    ] = None,
+    drop: Annotated[int | None, Option("--drop-highest", min=0, help="Exclude the N highest losses instead.")] = None,
     draws: Annotated[int, Option(min=20, help="Number of bootstrap fits for the confidence intervals.")] = 400,
     seed: Annotated[int, Option(min=0, help="Seed of the bootstrap weights.")] = 0,
     counts: ParameterScope = "all",
