@@ -124,9 +124,8 @@ def open_chats(folder: Path, length: int, truncate: str) -> tuple[TokenFile, np.
         is_kept[number] = (tokens.read(starts[number] + 1, stops[number]) % 2).any()
     cut, dropped = int((is_long & is_kept).sum()), int((~is_kept).sum())
     why = "longer than" if truncate == "drop" else "with nothing that counts within"
-    changes = f", {cut} cut at the {truncate}" * bool(cut) + f", {dropped} dropped ({why} {length + 1} tokens)" * bool(
-        dropped
-    )
+    changes = f", {cut} cut at the {truncate}" if cut else ""
+    changes += f", {dropped} dropped ({why} {length + 1} tokens)" if dropped else ""
     summary = f"{pluralize(len(sizes), 'conversation')} of {int(sizes.sum()):,} tokens{changes}"
     if not is_kept.any():
         raise DataError(f"no conversation is left of {summary}; use a longer model.sequence.")

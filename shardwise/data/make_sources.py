@@ -13,7 +13,7 @@ slower.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -55,7 +55,7 @@ def make_sources(
     if own_tokenizer is not None:
         job = job.model_copy(update={"data": job.data.model_copy(update={"tokenizer": str(own_tokenizer)})})
     job = job.model_copy(update={"data": download_data(job.data)})
-    source, wanted = job.data.source, job.model.sample_kind
+    source, wanted, cache = job.data.source, job.model.sample_kind, cache or cache_folder()
     if brought := job.family.sources(job.model):
         return *brought, None
     given = SAMPLE_KINDS.get(source, wanted)
@@ -68,10 +68,10 @@ def make_sources(
     if wanted == "images":
         return *_image_sources(job, job.model, bad_records, record), None
     if source == "chat":
-        return _chat_sources(job, cache or cache_folder(), bad_records, record)
-    if job.data.source == "mix":
-        return _mixture_sources(job, job.data.mix, cache, bad_records, record)
-    return _token_sources(job, cache or cache_folder(), bad_records, record)
+        return _chat_sources(job, cache, bad_records, record)
+    if source == "mix":
+        return _mixture_sources(job, cache, bad_records, record)
+    return _token_sources(job, cache, bad_records, record)
 
 
 def download_data(data: DataConfig) -> DataConfig:
@@ -89,19 +89,15 @@ def download_data(data: DataConfig) -> DataConfig:
     return data.model_copy(update={"path": localize(data.path), "mix": mix})
 
 
-def _mixture_sources(
-    job: Job, mix: Mapping[str, float], cache: Path | None, bad_records: BadRecords, record: DataRecord
-) -> Sources:
+def _mixture_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataRecord) -> Sources:
     """Opens every source of a mixture on its own; each holds out its own validation samples."""
     if parse_bpe_size(job.data.tokenizer):
         problem = f"data.tokenizer = {job.data.tokenizer!r} would train a tokenizer for each source of the mixture"
         raise DataError(f"{problem}; train one with `shardwise data` and set data.tokenizer to its path.")
-    sources = []
+    sources, mix = [], job.data.mix
     for name in mix:
         data = job.data.model_copy(update=dict(zip(("source", "path"), _parse_mixture_entry(name))) | {"mix": {}})
-        sources.append(
-            _token_sources(job.model_copy(update={"data": data}), cache or cache_folder(), bad_records, record)
-        )
+        sources.append(_token_sources(job.model_copy(update={"data": data}), cache, bad_records, record))
     training, validation, tokenizers = zip(*sources)
     tokenizer = tokenizers[0] if all(tokenizer is not None for tokenizer in tokenizers) else None
     weights = list(mix.values())
@@ -180,9 +176,8 @@ def _click_sources(job: Job, bad_records: BadRecords, record: DataRecord) -> tup
     model, count = cast(Any, job.model), job.data.samples
     if job.data.source == "synthetic":
         num_held_out = _num_held_out(count + 1, job.data.validation_fraction)
-        return criteo.SyntheticClicks(model, 0, count, job.seed), criteo.SyntheticClicks(
-            model, count, num_held_out, job.seed
-        )
+        synthetic = partial(criteo.SyntheticClicks, model, seed=job.seed)
+        return synthetic(0, count), synthetic(count, num_held_out)
     if job.data.source != "criteo":
         raise DataError(f"data.source = {job.data.source!r} is not a click log; use 'synthetic' or 'criteo'.")
     sparse, dense = criteo.NUM_SPARSE_FEATURES, criteo.NUM_DENSE_FEATURES
@@ -194,9 +189,8 @@ def _click_sources(job: Job, bad_records: BadRecords, record: DataRecord) -> tup
     offsets, lines = criteo.index_criteo_file(record.take([path])[0])
     criteo.require_good_row(path, model)
     first_held_out = lines - _num_held_out(lines, job.data.validation_fraction)
-    return criteo.CriteoClicks(model, path, offsets, 0, first_held_out, bad_records), criteo.CriteoClicks(
-        model, path, offsets, first_held_out, lines - first_held_out, bad_records
-    )
+    clicks = partial(criteo.CriteoClicks, model, path, offsets, bad_records=bad_records)
+    return clicks(0, first_held_out), clicks(first_held_out, lines - first_held_out)
 
 
 def _num_held_out(count: int, fraction: float) -> int:

@@ -245,9 +245,7 @@ def evaluate(
 def results_text(results: Results) -> Iterable[str]:
     """Yields a line per task or file."""
     for name, values in results.items():
-        shown = (
-            f"{key} {value:,}" if isinstance(value, int) else f"{key} {value:.4f}" for key, value in values.items()
-        )
+        shown = (f"{key} {value:{',' if isinstance(value, int) else '.4f'}}" for key, value in values.items())
         yield f"{name}: {', '.join(shown)}"
 
 

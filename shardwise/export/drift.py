@@ -79,9 +79,8 @@ def read_profile(path: Path) -> dict[str, Any]:
     try:
         found = parse_json(path.read_bytes())
         for column in found["columns"].values():
-            assert len(column["counts"]) == (
-                len(column["edges"]) - 1 if "edges" in column else len(column["categories"]) + 1
-            )
+            bins = len(column["edges"]) - 1 if "edges" in column else len(column["categories"]) + 1
+            assert len(column["counts"]) == bins
         return found  # type: ignore[no-any-return]
     except OSError as error:
         raise JobError(f"{path} cannot be read: {error.strerror}.") from None

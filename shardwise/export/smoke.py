@@ -44,11 +44,9 @@ def smoke_test(folder: Path) -> str:
         expected, scale = reference["logits_checksum"], max(reference["logits_checksum"][0], 1e-30)
         if not math.dist(found, expected) <= TOLERANCE * scale:
             return f"the logits of {name} differ: their checksum is {found} instead of {expected}."
-        count = len(reference["greedy_ids"])
-        greedy = greedy_tokens(lambda rows: model(input_ids=rows).logits[0, -1], reference["prompt_ids"], count)
-    return (
-        "" if greedy == reference["greedy_ids"] else f"{name} continues with {greedy}, not {reference['greedy_ids']}."
-    )
+        prompt, text = reference["prompt_ids"], reference["greedy_ids"]
+        greedy = greedy_tokens(lambda rows: model(input_ids=rows).logits[0, -1], prompt, len(text))
+    return "" if greedy == text else f"{name} continues with {greedy}, not {text}."
 
 
 if __name__ == "__main__":

@@ -115,9 +115,7 @@ def _start(load: Callable[[], Job], say: Say, options: StartOptions) -> tuple[Ru
         fork_server.close()
 
 
-def _start_run(
-    job: Job, say: Say, options: StartOptions, fork_server: ForkServer | None
-) -> tuple[RunFolder, bool]:  # fmt: skip
+def _start_run(job: Job, say: Say, options: StartOptions, fork_server: ForkServer | None) -> tuple[RunFolder, bool]:
     with ExitStack() as ownership:
         environment, resumed, store = options.environment, None, None
         if options.resume is not None:
@@ -177,9 +175,7 @@ def _start_run(
     return folder, is_finished
 
 
-def _own(
-    folder: RunFolder, say: Say, fork_server: ForkServer | None, ownership: ExitStack
-) -> RunStore | None:  # fmt: skip
+def _own(folder: RunFolder, say: Say, fork_server: ForkServer | None, ownership: ExitStack) -> RunStore | None:
     """Makes this launcher the one that writes the run's folder, and its object store, if it is in one."""
     ownership.enter_context(own_run(folder.path, say, fork_server))
     store = RunStore.of(folder.path)

@@ -206,9 +206,8 @@ class DCPWriter(dcp.FileSystemWriter):
                 storage = storage_by_index[MetadataIndex(name, chunk.offsets)]
                 file = (storage.relative_path, storage.offset, storage.length)
                 pieces.append([*file, list(chunk.offsets), list(chunk.sizes)])
-            self.index[name] = {
-                "dtype": dtype_name(tensor.properties.dtype), "shape": list(tensor.size), "pieces": pieces,
-            }  # fmt: skip
+            dtype = dtype_name(tensor.properties.dtype)
+            self.index[name] = {"dtype": dtype, "shape": list(tensor.size), "pieces": pieces}
 
 
 class DCPReader(dcp.FileSystemReader):

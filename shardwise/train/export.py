@@ -161,9 +161,8 @@ class Export:
     def load(self, dtype: torch.dtype) -> nn.Module:
         """Returns the whole model, or transformers' own module, with the weights of the checkpoint."""
         model = self.job.family.build_reference(self.job.model, self.job.seed, dtype).eval()
-        found: dict[str, Tensor] = dict(
-            model.named_unique_parameters() if isinstance(model, Chain) else model.named_parameters()
-        )
+        parameters = model.named_unique_parameters() if isinstance(model, Chain) else model.named_parameters()
+        found: dict[str, Tensor] = dict(parameters)
         found |= {name: buffer for name, buffer in model.named_buffers() if f"buffers.{name}" in self.index}
         for name, tensor in found.items():
             tensor.copy_(self.read({name: tensor})[name])

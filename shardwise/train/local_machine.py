@@ -135,10 +135,10 @@ def choose_plan(job: Job, world_size: int | None = None) -> tuple[Plan, str]:
         cluster, source = local_cluster(job, local_world_size or layout.world)
         return make_plan(job, cluster, layout=str(layout)), source
     max_devices = world_size or local_process_count(job)
-    counts = (
-        range(max_devices, 0, -1) if max_devices <= MAX_COUNTS else [max_devices, *(2**n for n in range(9, -1, -1))]
-    )
-    for devices in [max_devices] if world_size else counts:
+    counts = [*range(max_devices, 0, -1)]
+    if max_devices > MAX_COUNTS:
+        counts = [max_devices, *(2**n for n in range(9, -1, -1))]
+    for devices in counts[:1] if world_size else counts:
         cluster, source = local_cluster(job, local_world_size or devices)
         try:
             if job.model.requires_single_micro_batch:  # the search does not try a whole batch as one micro-batch
@@ -152,9 +152,7 @@ def choose_plan(job: Job, world_size: int | None = None) -> tuple[Plan, str]:
 def check_memory(job: Job, plan: Plan) -> None:
     """Raises LayoutError if no layout that "auto" tried fits in memory, or if the job's own layout does not by far."""
     device, needed = plan.cluster.device, plan.best.peak_memory
-    sizes = " of ".join(
-        f"{size / GIB:,.0f}" if size > 100 * GIB else f"{size / GIB:.2g}" for size in (needed, device.memory)
-    )
+    sizes = " of ".join(f"{size / GIB:,.1f}" for size in (needed, device.memory))
     if job.layout == "auto" and not plan.fits(plan.best):
         raise LayoutError(
             f"no layout of {plan.devices} x {device.name} fits in memory: '{plan.best.layout}' needs least, "

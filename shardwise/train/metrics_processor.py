@@ -18,7 +18,7 @@ from shardwise.console import print_line
 from shardwise.integrity.anomaly_policy import Verdict
 from shardwise.integrity.corruption_detector import CorruptionDetector
 from shardwise.job import Job
-from shardwise.metrics.collector import RankMetricsCollector
+from shardwise.metrics.rank_metrics import RankMetricsCollector
 from shardwise.metrics.trackers import Tracker
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.expert import routing_stats
