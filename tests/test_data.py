@@ -117,7 +117,7 @@ def test_token_file_round_trip(tmp_path: Path, vocab: int, width: int) -> None:
     path = tmp_path / "deep" / "tokens.bin"
     write_token_arrays(path, iter(np.array_split(ids, 7)), vocab)
     file = open_token_file(path)
-    assert (len(file), file.vocab) == (1000, vocab)
+    assert (file.count, file.vocab) == (1000, vocab)
     assert path.stat().st_size == 32 + 1000 * width
     assert np.array_equal(file.read(0, 1000), ids)
     assert os.listdir(path.parent) == ["tokens.bin"]
@@ -228,7 +228,7 @@ def test_standard_library_is_a_corpus() -> None:
     assert files == sorted(find_files("stdlib", ""), key=files.index) and len(files) > 300
     parts = {part for file in files for part in file.parts}
     assert not parts & {"site-packages", "test", "tests", "idle_test"}
-    pieces = list(islice(read_chunks("stdlib", "", "", [DataFile.of(file) for file in files]), 3))
+    pieces = list(islice(read_chunks(DataConfig(), [DataFile.of(file) for file in files]), 3))
     assert all(piece.ends_document and len(piece.text) > 100 for piece in pieces)
 
 
@@ -237,7 +237,7 @@ def test_long_documents_come_in_pieces(tmp_path: Path, monkeypatch: pytest.Monke
     path = tmp_path / "long.txt"
     text = "a line of text\r\n" * 5 + "x" * 50
     path.write_text(text, newline="")
-    pieces = list(read_chunks("text", str(path), "", [DataFile.of(path)]))
+    pieces = list(read_chunks(DataConfig(source="text", path=str(path)), [DataFile.of(path)]))
     assert "".join(piece.text for piece in pieces) == text and len(pieces) > 3
     assert [piece.ends_document for piece in pieces] == [False] * (len(pieces) - 1) + [True]
 

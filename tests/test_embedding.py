@@ -546,7 +546,7 @@ def test_a_malformed_row_is_told_with_file_row_and_field(line: str, words: str, 
         ({"source": "stdlib"}, {}, "is not a click log"),
         ({"source": "criteo"}, {}, "set data.path to it"),
         ({"source": "criteo", "path": "none.tsv"}, {}, "cannot be read"),
-        ({"source": "criteo", "path": "none.tsv"}, {"tables": 3}, "26 categorical and 13 integer features"),
+        ({"source": "criteo", "path": "none.tsv"}, {"tables": 3}, "model.tables = 26 and model.dense_features = 13"),
     ],
 )
 def test_sources_that_do_not_fit(data: Any, more: Any, words: str) -> None:

@@ -111,11 +111,9 @@ class ChatTemplate:
         parts = [(self.render(messages[:number], tools, True)[0], until) for number, until in zip(turns, untils)]
         for number, (before, until) in zip(turns, parts):
             if not until.startswith(before):
-                raise DataError(
-                    f"the chat template {self.name} does not begin message {number + 1}, the assistant's, with its "
-                    "generation prompt, so what counts cannot be told; set data.chat_template to a copy of it with "
-                    "{% generation %} blocks."
-                )
+                problem = f"the chat template {self.name} begins message {number + 1} without its generation prompt"
+                remedy = "set data.chat_template to a copy of it with {% generation %} blocks"
+                raise DataError(f"{problem}, so what counts cannot be told; {remedy}.")
         if all(text.startswith(until) for _, until in parts):
             return [(text, [(len(before), len(until)) for before, until in parts])]
         return [(until, [(len(before), len(until))]) for before, until in parts]

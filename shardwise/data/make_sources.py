@@ -140,10 +140,8 @@ def _token_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataR
     if not len(source):
         longest = max(file.count for file in files)
         subject = "the longest of its files has" if len(files) > 1 else "it has"
-        raise DataError(
-            f"{describe_source(job.data)} is too short for one sample: {subject} {pluralize(longest, 'token')}, and a "
-            f"sample needs {job.model.text_window + 1}. Use more text or a shorter model.sequence."
-        )
+        problem = f"{describe_source(job.data)} is too short for one sample: {subject} {pluralize(longest, 'token')}"
+        raise DataError(f"{problem}, and a sample needs {job.model.text_window + 1}; use more text.")
     first_held_out = len(source) - _num_held_out(len(source), job.data.validation_fraction)
     return Subset(source, 0, first_held_out), Subset(source, first_held_out, len(source)), tokenizer
 

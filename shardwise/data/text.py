@@ -81,16 +81,14 @@ def _stdlib_files() -> list[Path]:
     return files
 
 
-def read_chunks(
-    source: str, path: str, field: str, files: Sequence[DataFile], bad_records: BadRecords | None = None
-) -> Iterator[TextChunk]:
+def read_chunks(data: DataConfig, files: Sequence[DataFile], bad: BadRecords | None = None) -> Iterator[TextChunk]:
     """Yields the text of `files`, document by document."""
-    is_named_file = source == "text" and os.path.isfile(os.path.expanduser(path))
-    bad_records = bad_records or BadRecords()
+    is_named_file = data.source == "text" and os.path.isfile(os.path.expanduser(data.path))
+    bad_records = bad or BadRecords()
     for file in files:
         try:
-            if source == "jsonl":
-                yield from _read_jsonl_file(file, field, bad_records)
+            if data.source == "jsonl":
+                yield from _read_jsonl_file(file, data.text_field, bad_records)
             elif _is_text(file):
                 yield from _read_text_file(file)
             elif is_named_file:
@@ -217,7 +215,7 @@ def encode_files(
     def arrays() -> Iterator[np.ndarray]:
         nonlocal documents, encoded_bytes
         eos = np.array([tokenizer.eos_id], np.uint32)
-        for chunks in _batch_chunks(_read_source(data, files, bad_records)):
+        for chunks in _batch_chunks(read_chunks(data, files, bad_records)):
             texts = [chunk.text for chunk in chunks]
             for chunk, ids in zip(chunks, tokenizer.encode_batch(texts), strict=True):
                 yield ids
@@ -231,10 +229,6 @@ def encode_files(
 
     token_file = write_token_arrays(out, arrays(), tokenizer.vocab)
     return EncodingSummary(token_file.count, documents, encoded_bytes, tokenizer.vocab)
-
-
-def _read_source(data: DataConfig, files: Sequence[DataFile], bad_records: BadRecords) -> Iterator[TextChunk]:
-    return read_chunks(data.source, data.path, data.text_field, files, bad_records)
 
 
 def _batch_chunks(chunks: Iterator[TextChunk]) -> Iterator[list[TextChunk]]:
@@ -259,7 +253,7 @@ def load_or_train_tokenizer(
         return load_tokenizer(data.tokenizer)
     if not tokenizer_path.exists():
         stride = -(-sum(file.size for file in files) // MAX_BPE_TRAINING_BYTES)
-        chunks = islice(_read_source(data, files, bad_records), 0, None, max(1, stride))
+        chunks = islice(read_chunks(data, files, bad_records), 0, None, max(1, stride))
         train_bpe((chunk.text for chunk in chunks), size).save(tokenizer_path)
     return load_tokenizer(str(tokenizer_path))
 

@@ -24,6 +24,7 @@ from shardwise.data.text import find_files, read_chunks
 from shardwise.errors import DataError, JobError, shorten
 from shardwise.eval.language_model import LanguageModel, load_eval_job
 from shardwise.files import parse_record
+from shardwise.job import DataConfig
 from shardwise.layout import Layout
 from shardwise.models.config import ConfigSection
 
@@ -42,9 +43,10 @@ class Request:
 
 def file_perplexity(model: Any, path: str, field: str = "text") -> dict[str, float]:
     """Returns the perplexity per token and per byte of a text or JSONL file, a folder or a glob."""
-    source = "jsonl" if path.endswith((".jsonl", ".ndjson")) else "text"
+    source: Any = "jsonl" if path.endswith((".jsonl", ".ndjson")) else "text"
+    data = DataConfig(source=source, path=path, text_field=field)
     texts, parts = list[str](), list[str]()
-    for chunk in read_chunks(source, path, field, DataRecord().take(find_files(source, path))):
+    for chunk in read_chunks(data, DataRecord().take(find_files(source, path))):
         parts.append(chunk.text)
         if chunk.ends_document:
             texts.append("".join(parts))

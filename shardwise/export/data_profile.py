@@ -38,7 +38,8 @@ def text_passages(job: Job, path: str = "") -> Iterator[str]:
         if path or data.mix:
             is_jsonl = name.endswith((".jsonl", ".ndjson")) or (source == "jsonl" and Path(name).is_dir())
             source = "stdlib" if name == "stdlib" else "jsonl" if is_jsonl else "text"
-        for chunk in read_chunks(source, name, data.text_field, DataRecord().take(find_files(source, name))):
+        part = data.model_copy(update={"source": source, "path": name})
+        for chunk in read_chunks(part, DataRecord().take(find_files(source, name))):
             size = len(chunk.text) if source == "jsonl" else PASSAGE_BYTES
             yield from (chunk.text[at : at + size] for at in range(0, len(chunk.text), size))
 

@@ -154,10 +154,8 @@ def _check_agreement(node: Node, variables: Variables) -> None:
     for name, (index_name, count_name, _) in NODE_VARIABLES.items():
         is_told = index_name in variables and (not count_name or variables.get(count_name, "1") != "1")
         if is_told and (index := _integer(variables, index_name)) != node.index:
-            raise JobError(
-                f"this process would be node {node.index} of {node.count}, but {name} says that it is node {index} "
-                f"({index_name}); if a shell expanded the variable before the process was started, use --node auto."
-            )
+            here = f"this process would be node {node.index} of {node.count}, but {name} says that it is node {index}"
+            raise JobError(f"{here} ({index_name}); if a shell expanded the variable too early, use --node auto.")
 
 
 def _first_slurm_host(variables: Variables) -> str:
@@ -171,10 +169,8 @@ def _first_slurm_host(variables: Variables) -> str:
     try:
         return re.findall(r"NodeAddr=(\S+)", show("node", show("hostnames", nodes).split()[0]))[0]
     except (OSError, subprocess.SubprocessError, IndexError):
-        raise JobError(
-            f"Slurm started this process on {nodes or 'unknown nodes'}, and scontrol does not tell the address of the "
-            "first; export it as MASTER_ADDR, or pass --node auto --address HOST:PORT."
-        ) from None
+        problem = f"scontrol does not tell the address of the first of {nodes or 'unknown nodes'}"
+        raise JobError(f"{problem}; export it as MASTER_ADDR, or pass --node auto --address HOST:PORT.") from None
 
 
 def _slurm_port(variables: Variables) -> int:

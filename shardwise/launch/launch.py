@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 from functools import partial
-from types import FrameType
 from typing import Any
 
 import torch
@@ -40,10 +39,8 @@ def check_layout_fits(layout: Layout, job: Job, nodes: int = 1, world_size: int 
     if layout.world % nodes:
         raise LayoutError(f"layout '{layout}': {nodes} nodes cannot share {layout.world} processes equally; change it.")
     if world_size is not None and world_size != layout.world:
-        raise LayoutError(
-            f"layout '{layout}' needs {pluralize(layout.world, 'process')}, but this world has {world_size}; "
-            "change the layout or the number of processes that torchrun or Slurm starts."
-        )
+        problem = f"layout '{layout}' needs {pluralize(layout.world, 'process')}, but this world has {world_size}"
+        raise LayoutError(f"{problem}; change one of them.")
     max_processes = max(job.run.processes, torch.cuda.device_count()) if pick_device(job) == "cuda" else layout.world
     if world_size is None and layout.world > max_processes * nodes:
         raise LayoutError(
@@ -81,10 +78,8 @@ def launch(
         rejoin_timeout=job.run.rejoin_timeout, use_standby=job.run.standby and job.run.max_restarts > 0,
     )  # fmt: skip
 
-    def forward_signal(signal_number: int, frame: FrameType | None) -> None:
-        supervisor.forward_signal(signal_number)
-
-    previous_handlers = {number: signal.signal(number, forward_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    forward = lambda number, frame: supervisor.forward_signal(number)  # noqa: E731
+    previous_handlers = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         supervisor.supervise(resume)
         worker_pool.is_finished = has_finished(folder)

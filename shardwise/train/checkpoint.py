@@ -410,7 +410,5 @@ def check_matches_model(path: Path, index: Index, needed: dict[str, torch.Size],
         expected = list(all_shapes[name]) if name in all_shapes else "nothing"
         stored = index[name]["shape"] if name in index else "nothing"
         if expected != stored:
-            raise CheckpointError(
-                f"checkpoint {path} is of another model: for {name.removeprefix('weights.')} it has {stored}, this "
-                f"model needs {expected}. Load it with the model that saved it."
-            )
+            problem = f"for {name.removeprefix('weights.')} it has {stored}, this model needs {expected}"
+            raise CheckpointError(f"checkpoint {path} is of another model: {problem}; load it with its own.")

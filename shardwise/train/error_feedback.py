@@ -7,7 +7,6 @@ rank gets its own residual back; otherwise each gets an equal share of their sum
 import math
 
 import torch
-from torch import Tensor
 
 from shardwise.comm.axis import Axis
 from shardwise.optim.param_shard import ParamShard
@@ -68,12 +67,12 @@ def error_feedback_targets(engine: Engine, index: Index) -> Pieces:
         if entry is not None and data.should_compress(param_shard):
             start, size = _residual_region(data, param_shard)
             rows, first_row = (1, axis.index) if entry["shape"][0] == axis.size else (entry["shape"][0], 0)
-            target = _zeros_like_entry(entry, (rows, *size), engine)
+            target = torch.zeros((rows, *size), dtype=dtype_of(entry), device=engine.mesh.device)
             pieces[name] = CheckpointPiece(target, (first_row, *start), torch.Size(entry["shape"]))
         name = _low_rank_key(data, param_shard.name)
         entry = index.get(name)
         if entry is not None:
-            target = _zeros_like_entry(entry, entry["shape"], engine)
+            target = torch.zeros(entry["shape"], dtype=dtype_of(entry), device=engine.mesh.device)
             pieces[name] = CheckpointPiece(target, (0, 0), torch.Size(entry["shape"]))
     return pieces
 
@@ -93,7 +92,3 @@ def load_error_feedback(engine: Engine, pieces: Pieces) -> None:
         q_matrix = pieces.get(_low_rank_key(data, param_shard.name))
         if q_matrix is not None:
             data.compressor.q_matrices[param_shard.name] = q_matrix.tensor
-
-
-def _zeros_like_entry(entry: dict[str, object], size: tuple[int, ...], engine: Engine) -> Tensor:
-    return torch.zeros(tuple(size), dtype=dtype_of(entry), device=engine.mesh.device)

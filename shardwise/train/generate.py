@@ -69,10 +69,8 @@ def load_run_tokenizer(folder: RunFolder, job: Job) -> Tokenizer:
         return load_tokenizer(job.data.tokenizer)
     _, _, tokenizer = folder.sources(job)
     if tokenizer is None:
-        raise DataError(
-            f"{folder.path} was trained on tokens without a tokenizer (data.source = {job.data.source!r}), so it "
-            f"cannot generate text; if you have the tokenizer, save it there as {folder.tokenizer.name}."
-        )
+        problem = f"{folder.path} was trained on tokens without a tokenizer, so it cannot generate text"
+        raise DataError(f"{problem}; if you have the tokenizer, save it there as {folder.tokenizer.name}.")
     return tokenizer
 
 

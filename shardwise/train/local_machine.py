@@ -116,11 +116,9 @@ def require_memory(job: Job, bytes_per_parameter: int, processes: int = 1, share
     if pick_device(job) == "cpu":
         needed, owned = needed + processes * (1 + job.data.workers) * FORKED_PROCESS_BYTES, host_memory()
     if needed > owned > 0:
-        raise LayoutError(
-            f"{format_count(parameters)} parameters in {pluralize(processes, 'process')} need at least "
-            f"{needed / GIB:,.1f} GiB of memory, but this machine has {owned / GIB:,.1f} GiB; use a smaller model, "
-            "fewer processes and data.workers, or more machines."
-        )
+        needs = f"{format_count(parameters)} parameters in {pluralize(processes, 'process')} need {needed / GIB:,.1f}"
+        remedy = "use a smaller model, fewer processes and data.workers, or more machines"
+        raise LayoutError(f"{needs} GiB of memory, but this machine has {owned / GIB:,.1f} GiB; {remedy}.")
 
 
 MAX_COUNTS = 512  # process counts to try one by one; of a larger number, only powers of two below it
@@ -154,15 +152,11 @@ def check_memory(job: Job, plan: Plan) -> None:
     device, needed = plan.cluster.device, plan.best.peak_memory
     sizes = " of ".join(f"{size / GIB:,.1f}" for size in (needed, device.memory))
     if job.layout == "auto" and not plan.fits(plan.best):
-        raise LayoutError(
-            f"no layout of {plan.devices} x {device.name} fits in memory: '{plan.best.layout}' needs least, "
-            f"{sizes} GiB per rank; use more devices, or set that layout to try it anyway."
-        )
+        problem = f"no layout of {plan.devices} x {device.name} fits in memory"
+        raise LayoutError(f"{problem}: '{plan.best.layout}' needs least, {sizes} GiB per rank; use more devices.")
     if needed > MEMORY_TOLERANCE * device.memory:
-        raise LayoutError(
-            f"layout '{plan.best.layout}' does not fit in memory: it needs about {sizes} GiB per rank; use a "
-            "smaller model or batch, recompute=full, a smaller micro_batch, shard with zero=3, or more devices."
-        )
+        remedy = "use a smaller model or batch, recompute=full, a smaller micro_batch, zero=3, or more devices"
+        raise LayoutError(f"layout '{plan.best.layout}' does not fit in memory: {sizes} GiB per rank; {remedy}.")
 
 
 def describe_plan(plan: Plan, source: str) -> str:

@@ -135,7 +135,7 @@ class TrainingLoop:
 
     def _train(self, first: int) -> None:
         """Takes all steps after step `first`, or until a signal asks it to stop."""
-        last = self.job.total_steps
+        last, every = self.job.total_steps, self.job.checkpoint.every
         self.validation_losses = self.checkpoints.group.on_rank_zero(self.folder.validation_losses)
         self._tell("on_start", first)
         stream = job_stream(self.job, self.training)
@@ -182,7 +182,7 @@ class TrainingLoop:
                 self.corruption_detector.evaluate(done, verdict.is_corrupt)
                 self.anomaly_policy.evaluate(done, verdict, samples)
                 stops_early = self.job.is_validated_after(done) and self._validate(done)
-                if _is_due(done, self.job.checkpoint.every) or done == last or verdict.stop_signal or stops_early:
+                if (every and done % every == 0) or done == last or verdict.stop_signal or stops_early:
                     self._save(done)
                 if stops_early:
                     self._end(done, f"no lower validation loss in {self.job.validation.patience} validations.")
@@ -346,7 +346,3 @@ class TrainingLoop:
         if self.is_rank_zero:
             self.folder.log_event(kind, message, **facts)
             self.progress.print_event(kind, message)
-
-
-def _is_due(done: int, every: int) -> bool:
-    return bool(every) and done % every == 0

@@ -8,6 +8,7 @@ import math
 import sys
 import time
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class Progress:
         done = record["step"]
         assert self._start is not None
         steps, seconds = done - self._start[0], time.monotonic() - self._start[1]
-        remaining = f"{_format_duration((self.total - done) * seconds / steps)} left" if steps else ""
+        remaining = f"{timedelta(seconds=round((self.total - done) * seconds / steps))} left" if steps else ""
         loss = record["loss"] if isinstance(record["loss"], str) else f"{record['loss']:.4f}"
         step = f"step {done:>{len(str(self.total))}}/{self.total}"
         return f"{step}  loss {loss}  {record['tokens_per_s']:,.0f} {self.unit}/s  {remaining}".rstrip()
@@ -58,12 +59,6 @@ class Progress:
 
     def close(self) -> None:
         print(self._clear, end="", flush=True)
-
-
-def _format_duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
 @dataclass

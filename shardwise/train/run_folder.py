@@ -218,10 +218,8 @@ def check_same_run(old: Job, new: Job) -> None:
     before, after = _flatten(old), _flatten(new)
     changed = [key for key in before if before[key] != after.get(key) and not _matches(key, RESUMABLE_KEYS)]
     if changed:
-        raise JobError(
-            f"--resume continues the same run, but {', '.join(changed)} would change; it may change only "
-            f"{', '.join(RESUMABLE_KEYS)}. Start a new run to change other keys."
-        )
+        allowed = f"it may change only {', '.join(RESUMABLE_KEYS)}"
+        raise JobError(f"--resume continues the same run, but {', '.join(changed)} would change; {allowed}.")
 
 
 def defining_values(job: Job) -> dict[str, Any]:
@@ -235,10 +233,8 @@ def check_state(folder: RunFolder, job: Job, state: Mapping[str, Any]) -> None:
     step, saved, now = int(state["step"]), state.get("job", {}), defining_values(job)
     changed = [f"{key} = {now[key]!r} instead of {saved[key]!r}" for key in now if now[key] != saved.get(key, now[key])]
     if changed:
-        raise JobError(
-            f"{folder.path / 'job.toml'} is not the job that saved step {step} of this run: it has "
-            f"{', '.join(changed)}. Restore the file, or start a new run."
-        )
+        problem = f"{folder.path / 'job.toml'} is not the job that saved step {step} of this run"
+        raise JobError(f"{problem}: it has {', '.join(changed)}. Restore the file, or start a new run.")
     if step > job.total_steps:
         raise JobError(f"{folder.path} is at step {step} already; set steps to {step} or more, or start a new run.")
 

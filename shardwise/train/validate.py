@@ -1,4 +1,4 @@
-"""Validation: the loss on held-out samples in any layout, and the byte-frequency baseline to compare it with."""
+"""Validation: the loss on held-out samples in any layout."""
 
 import math
 from collections.abc import Iterator, Mapping
