@@ -141,12 +141,9 @@ class CheckpointConfig(ConfigSection):
 
 
 class ValidationSet(ConfigSection):
-    path: str
-    """A file, folder or glob; its suffix or a prefix gives the format, as in `data.mix`."""
-    source: str = ""
-    """The format, if `path` does not give it: a value of `data.source`."""
-    weight: float = Field(1.0, ge=0.0)
-    """Weight of the set's loss in the validation loss."""
+    path: str  # a file, folder or glob; its suffix or a prefix gives the format, as in `data.mix`
+    source: str = ""  # the format, if `path` does not give it: a value of `data.source`
+    weight: float = Field(1.0, ge=0.0)  # weight of the set's loss in the validation loss
 
 
 class ValidationConfig(ConfigSection):

@@ -80,10 +80,8 @@ class DataRecord:
     """What a run reads. A new run fills it in; a later start reads no more than it says."""
 
     files: dict[str, DataFile] = field(default_factory=dict)
-    samples: tuple[int, ...] = ()
-    """Number of samples for training and for validation."""
-    tokenizer: str = ""
-    """Hash of the run's own tokenizer; empty if it has none."""
+    samples: tuple[int, ...] = ()  # number of samples for training and for validation
+    tokenizer: str = ""  # hash of the run's own tokenizer; empty if it has none
     is_new: bool = True
 
     @classmethod

@@ -67,9 +67,7 @@ class Loader:
         workers: int = 0, prefetch: int = 2, device: torch.device = _CPU, skipped_batches: SkippedBatches = (),
     ):  # fmt: skip
         """`global_batch_size` counts the samples of all `ranks`. Batches for a CUDA device are in pinned memory."""
-        if global_batch_size % ranks:
-            use = max(1, global_batch_size // ranks) * ranks
-            raise DataError(f"{ranks} data-parallel ranks do not divide a batch of {global_batch_size}; use {use}.")
+        assert global_batch_size % ranks == 0, "`solve_batch` refuses such a layout"
         self.wait_seconds = 0.0  # total time that the consumer has waited for batches
         reader = _RankReader(stream, global_batch_size, ranks, rank, skipped_batches)
         stop = threading.Event()

@@ -35,8 +35,7 @@ from shardwise.job import DataConfig, Job
 from shardwise.models.objectives import next_token
 from shardwise.object_store import local_copy, parse_url
 
-CACHE_VERSION = 2
-"""Increment this when the same files would encode to different tokens, which invalidates old caches."""
+CACHE_VERSION = 2  # increment this when the same files would encode to different tokens, which invalidates old caches
 
 
 Sources = tuple[Source, Source, Tokenizer | None]  # for training and for validation, and the tokenizer, if known

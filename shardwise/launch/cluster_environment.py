@@ -31,8 +31,7 @@ class ClusterEnvironment:
     """Where this process runs. `world_size` is None unless it is a rank, `node` unless it is a node."""
 
     name: str = "this machine"
-    source: dict[str, str] = field(default_factory=dict)
-    """The options and variables that it was read from."""
+    source: dict[str, str] = field(default_factory=dict)  # the options and variables that it was read from
     rank: int = 0
     world_size: int | None = None
     local_rank: int = 0

@@ -55,8 +55,7 @@ class StartOptions:
     environment: ClusterEnvironment = field(default_factory=detect)
     check: Check | None = None
     accept_data_change: bool = False
-    strict: bool = False
-    """Whether suspicious settings, which `find_warnings` lists, are errors."""
+    strict: bool = False  # whether suspicious settings, which `find_warnings` lists, are errors
 
 
 def start_training(
