@@ -282,10 +282,10 @@ def data(
     """Tokenizes a data source into a memory-mapped token file, for `data.source = "tokens"`.
 
     `data preview` shows samples as a model gets them. What counts towards the loss is green, or in [[ ]] when piped."""
-    from shardwise.data.text import write_token_file
+    from shardwise.data.text import encode_source
 
     if str(out) != "preview":
-        print_line(write_token_file(job_file, overrides or [], out))
+        print_line(encode_source(load_job(job_file, overrides or []).data, out))
         return
     job = load_job(preview_file or job_file, overrides or [])
     for line in quick_import("shardwise.data.preview").preview_job(job, count, sys.stdout.isatty()):

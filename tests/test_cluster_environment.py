@@ -116,9 +116,7 @@ def test_what_contradicts_is_a_sentence(node: str | None, variables: dict[str, s
 
 def test_without_scontrol_the_address_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(
-        JobError, match=r"does not tell the address of the first of n\[1-2\]; export it as MASTER_ADDR"
-    ):
+    with pytest.raises(JobError, match=r"does not tell the address of the first of n\[1-2\]; export it as MASTER_ADDR"):
         detect(variables=SRUN)
 
 

@@ -26,7 +26,7 @@ from shardwise.data.input_files import BadRecords, DataFile
 from shardwise.data.loader import Loader, _multiprocessing_context, _RankReader, _start_worker
 from shardwise.data.make_sources import make_sources
 from shardwise.data.sample_stream import Mixture, Samples, SampleStream, Source, SyntheticTokens, rank_positions
-from shardwise.data.text import encode_source, find_files, read_chunks, write_token_file
+from shardwise.data.text import encode_source, find_files, read_chunks
 from shardwise.data.token_file import (
     MAGIC,
     TokenFile,
@@ -37,7 +37,7 @@ from shardwise.data.token_file import (
 )
 from shardwise.data.tokenizer import EOS_TOKEN, ByteTokenizer, HuggingFaceTokenizer, load_tokenizer, train_bpe
 from shardwise.errors import DataError, JobError, UserError
-from shardwise.job import DataConfig, Job, make_job
+from shardwise.job import DataConfig, Job, load_job, make_job
 from shardwise.models.dlrm_family import DLRMConfig
 from shardwise.random import Permutation
 
@@ -253,7 +253,7 @@ def test_binary_and_hidden_files_are_passed_over_but_not_when_named(tmp_path: Pa
         (folder / name).write_bytes(content)
     summary = encode_source(DataConfig(source="text", path=str(folder)), tmp_path / "out.bin")
     size = sum(len(text.encode()) for text in TEXTS)
-    assert (summary.tokens, summary.documents, summary.text_bytes, summary.vocab) == (size + 3, 3, size, 256)
+    assert f"{size + 3:,} tokens (vocabulary 256) from 3 documents, {size:,} bytes of text" in summary
     with pytest.raises(DataError, match="latin.txt is not text"):
         encode_source(DataConfig(source="text", path=str(folder / "latin.txt")), tmp_path / "out.bin")
     with pytest.raises(DataError, match="has no text"):
@@ -273,9 +273,10 @@ def test_jsonl(tmp_path: Path) -> None:
     path = tmp_path / "some.jsonl"
     path.write_text("\n".join(json.dumps({"body": text}) for text in TEXTS) + "\n\n", encoding="utf-8")
     summary = encode_source(DataConfig(source="jsonl", path=str(tmp_path), text_field="body"), tmp_path / "out.bin")
-    assert summary.documents == 3
+    assert "from 3 documents" in summary
     expected = b"".join(text.encode() + b"\0" for text in TEXTS)
-    assert bytes(open_token_file(tmp_path / "out.bin").read(0, summary.tokens).tolist()) == expected
+    file = open_token_file(tmp_path / "out.bin")
+    assert bytes(file.read(0, file.count).tolist()) == expected
 
 
 @pytest.mark.parametrize(
@@ -347,8 +348,8 @@ def test_encode_saves_what_reading_needs(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "texts", TEXTS)
     data = DataConfig(source="text", path=str(folder), tokenizer="bpe:280")
     summary = encode_source(data, tmp_path / "out.bin")
-    assert summary.text_bytes == sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    job = job_of("tokens", tmp_path / "out.bin", vocab=280, tokenizer=str(summary.tokenizer))
+    assert f"{sum(file.stat().st_size for file in folder.rglob('*') if file.is_file()):,} bytes of text" in summary
+    job = job_of("tokens", tmp_path / "out.bin", vocab=280, tokenizer=str(tmp_path / "out.tokenizer.json"))
     training, _, tokenizer = make_sources(job, tmp_path)
     assert tokenizer is not None and tokenizer.decode(training[0]) in TEXTS[0]
     assert make_sources(job_of("tokens", tmp_path / "out.bin", vocab=280), tmp_path)[2] is None
@@ -362,9 +363,9 @@ def test_encode_saves_what_reading_needs(tmp_path: Path) -> None:
 def test_what_was_written_is_told(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("one two three")
     settings = ["data.source=text", f"data.path={tmp_path / 'one.txt'}"]
-    told = write_token_file(None, settings, tmp_path / "out.bin")
+    told = encode_source(load_job(None, settings).data, tmp_path / "out.bin")
     assert told == f"{tmp_path}/out.bin: 14 tokens (vocabulary 256) from 1 document, 13 bytes of text"
-    told = write_token_file(None, [*settings, "data.tokenizer=bpe:280"], tmp_path / "out.bin")
+    told = encode_source(load_job(None, [*settings, "data.tokenizer=bpe:280"]).data, tmp_path / "out.bin")
     assert f"{tmp_path}/out.tokenizer.json: tokenizer" in told
 
 
@@ -608,7 +609,7 @@ def test_bad_lines_are_named_counted_and_passed_over(tmp_path: Path) -> None:
     plain, _, _ = make_sources(job_of("jsonl", tmp_path / "good.jsonl", validation_fraction=0), tmp_path / "cache")
     assert all_of(training) == all_of(plain)
     asked = [f"data.path={path}", "data.source=jsonl", "data.on_bad_record=skip"]
-    assert "4 bad records skipped" in write_token_file(None, asked, tmp_path / "out.bin")
+    assert "4 bad records skipped" in encode_source(load_job(None, asked).data, tmp_path / "out.bin")
     with pytest.raises(DataError, match="line 2"):  # a cache with gaps is no cache of the whole
         make_sources(job_of("jsonl", path), tmp_path / "cache")
 
@@ -635,7 +636,7 @@ def test_tokens_never_overwrite_what_they_are_made_from(tmp_path: Path) -> None:
     for out, problem in ((book, "is one of the files to read"), (Path("/dev/null"), "is not a regular file"),
                          (tmp_path / "none" / "out.bin", "create it first")):  # fmt: skip
         with pytest.raises(UserError, match=problem):
-            write_token_file(None, settings, out)
+            encode_source(load_job(None, settings).data, out)
     assert book.read_text() == "a book " * 500 and not (tmp_path / "none").exists()
     assert Path("/dev/null").is_char_device()
-    assert "tokens" in write_token_file(None, settings, tmp_path / "out.bin")
+    assert "tokens" in encode_source(load_job(None, settings).data, tmp_path / "out.bin")

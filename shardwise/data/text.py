@@ -16,7 +16,6 @@ import json
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +28,7 @@ from shardwise.data.token_file import write_token_arrays
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer, parse_bpe_size, train_bpe
 from shardwise.errors import DataError, shorten, suggest
 from shardwise.files import require_parent_folder
-from shardwise.job import DataConfig, load_job
+from shardwise.job import DataConfig
 
 CHUNK_CHARS = 1 << 20
 _SUFFIXES = {"text": (), "jsonl": (".jsonl", ".ndjson"), "chat": (".jsonl", ".ndjson"), "tokens": (".bin",)}
@@ -164,30 +163,9 @@ MAX_BPE_TRAINING_BYTES = 128 << 20
 ENCODE_BATCH_CHARS = 8 << 20  # characters per call of the tokenizer
 
 
-@dataclass(frozen=True)
-class EncodingSummary:
-    """Counts of a written token file. `tokens` includes end-of-document tokens; `text_bytes` is in UTF-8."""
-
-    tokens: int
-    documents: int
-    text_bytes: int
-    vocab: int
-    tokenizer: Path | None = None  # path of a trained tokenizer: the value of `data.tokenizer` for jobs on these tokens
-    bad_records: str = ""  # summary of the skipped records and files
-
-
-def write_token_file(job_file: Path | None, overrides: list[str], out: Path) -> str:
-    """Encodes a job's source into a token file; returns a summary for the terminal."""
-    summary = encode_source(load_job(job_file, overrides).data, out)
-    size = f"{pluralize(summary.documents, 'document')}, {summary.text_bytes:,} bytes of text"
-    message = f"{out}: {summary.tokens:,} tokens (vocabulary {summary.vocab:,}) from {size}"
-    if summary.tokenizer is not None:
-        message += f"\n{summary.tokenizer}: tokenizer trained on this text; set data.tokenizer to this path"
-    return f"{message}\n{summary.bad_records}" if summary.bad_records else message
-
-
-def encode_source(data: DataConfig, out: Path) -> EncodingSummary:
-    """Encodes the source's text into a token file; trains a `bpe:SIZE` tokenizer and saves it next to the file."""
+def encode_source(data: DataConfig, out: Path) -> str:
+    """Encodes the source's text into a token file; trains a `bpe:SIZE` tokenizer and saves it next to the file. Returns
+    what was written and what was skipped, as lines."""
     if data.source not in ("stdlib", "text", "jsonl"):
         raise DataError(f"data.source = {data.source!r} has no text to encode; use stdlib, text or jsonl.")
     files = find_files(data.source, data.path)
@@ -202,14 +180,16 @@ def encode_source(data: DataConfig, out: Path) -> EncodingSummary:
     bad_records = BadRecords(data.on_bad_record == "skip")
     extents = DataRecord().take(files)
     tokenizer = load_or_train_tokenizer(data, extents, tokenizer_path, bad_records)
-    summary = encode_files(data, extents, tokenizer, out, bad_records)
-    notes = "\n".join(filter(None, (bad_records.summary(), bad_records.skipped_text())))
-    return replace(summary, tokenizer=tokenizer_path, bad_records=notes)
+    lines = [encode_files(data, extents, tokenizer, out, bad_records)]
+    if tokenizer_path:
+        lines.append(f"{tokenizer_path}: tokenizer trained on this text; set data.tokenizer to this path")
+    return "\n".join(filter(None, (*lines, bad_records.summary(), bad_records.skipped_text())))
 
 
 def encode_files(
     data: DataConfig, files: Sequence[DataFile], tokenizer: Tokenizer, out: Path, bad_records: BadRecords
-) -> EncodingSummary:
+) -> str:
+    """Writes the token file `out`; returns what it holds."""
     documents = encoded_bytes = 0
 
     def arrays() -> Iterator[np.ndarray]:
@@ -228,7 +208,8 @@ def encode_files(
             raise DataError(f"{describe_source(data)} has no text: {contents}. Use another path.")
 
     token_file = write_token_arrays(out, arrays(), tokenizer.vocab)
-    return EncodingSummary(token_file.count, documents, encoded_bytes, tokenizer.vocab)
+    size = f"{pluralize(documents, 'document')}, {encoded_bytes:,} bytes of text"
+    return f"{out}: {token_file.count:,} tokens (vocabulary {tokenizer.vocab:,}) from {size}"
 
 
 def _batch_chunks(chunks: Iterator[TextChunk]) -> Iterator[list[TextChunk]]:
