@@ -8,6 +8,7 @@ number; the result is the mean over all records.
 import json
 import math
 import os
+import statistics
 import string
 import sys
 from ast import literal_eval
@@ -189,8 +190,7 @@ def run_task(model: Any, task: EvalTask, folder: Path) -> dict[str, float]:
         mean = sum(numbers) / len(numbers)
         result[name] = _exp(mean) if name == "perplexity" else mean
         if name != "perplexity" and len(numbers) > 1:
-            variance = sum((number - mean) ** 2 for number in numbers) / (len(numbers) - 1)
-            result[f"{name}_stderr"] = math.sqrt(variance / len(numbers))
+            result[f"{name}_stderr"] = statistics.stdev(numbers) / math.sqrt(len(numbers))
     return result
 
 

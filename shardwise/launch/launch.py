@@ -10,7 +10,6 @@ import signal
 import sys
 import time
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,12 +59,7 @@ def launch(
         _run_in_existing_world(folder, layout, resume)
         return
     folder.clear_errors()
-    job = folder.job()
-
-    def log_event(kind: str, message: str, **facts: Any) -> None:
-        folder.log_event(kind, message, **facts)
-        print_line(f"{kind}: {message}")
-
+    job, log_event = folder.job(), partial(folder.tell_event, print_line)
     server = ForkServer(WORKER_ENTRY_POINT.partition(":")[0]) if fork_server is None else fork_server
     worker_pool = WorkerPool(folder.path, server, layout.world)
     if environment is not None and (node := environment.node) is not None:

@@ -156,12 +156,11 @@ def _start_run(job: Job, say: Say, options: StartOptions, fork_server: ForkServe
             if job.total_steps != previous_job.total_steps:
                 steps = pluralize(job.total_steps, "step")
                 change = f"{steps} instead of {previous_job.total_steps}; the learning rate schedule is adjusted."
-                folder.log_event("steps_changed", change, steps=job.total_steps)
-                say(f"steps_changed: {change}")
+                folder.tell_event(say, "steps_changed", change, steps=job.total_steps)
             for kind, message in events:
-                _log_event(folder, say, kind, message)
+                folder.tell_event(say, kind, message)
         if store is not None:
-            uploader = RunUploader(store, partial(_log_event, folder, say), job.checkpoint.keep)
+            uploader = RunUploader(store, partial(folder.tell_event, say), job.checkpoint.keep)
             ownership.enter_context(uploader.running())
         launch(folder, layout, resume=resumed is not None, fork_server=fork_server, environment=environment)
         is_finished = has_finished(folder)
@@ -181,11 +180,6 @@ def _own(folder: RunFolder, say: Say, fork_server: ForkServer | None, ownership:
     if store is not None:
         ownership.enter_context(store.claimed(say, on_loss=lambda: os.kill(os.getpid(), signal.SIGTERM)))
     return store
-
-
-def _log_event(folder: RunFolder, say: Say, kind: str, message: str) -> None:
-    folder.log_event(kind, message)
-    say(f"{kind}: {message}")
 
 
 def _open_data(

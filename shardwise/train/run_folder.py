@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -107,6 +107,11 @@ class RunFolder:
     def log_event(self, kind: str, message: str, **fields: Any) -> None:
         record = {"time": round(time.time(), 3), "event": kind, "message": message, **fields}
         _append_record(self.path / "events.jsonl", record)
+
+    def tell_event(self, say: Callable[[str], None], kind: str, message: str, **fields: Any) -> None:
+        """Logs an event and says it."""
+        self.log_event(kind, message, **fields)
+        say(f"{kind}: {message}")
 
     def log_metrics(self, record: dict[str, Any]) -> None:
         _append_record(self.path / "metrics.jsonl", record)
