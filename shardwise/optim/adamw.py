@@ -80,15 +80,17 @@ class AdamW(ShardedOptimizer):
     def _kernel_step(self, shard: ParamShard, state: dict[str, Tensor], group: dict[str, Any], lr: Tensor) -> None:
         from shardwise.optim.adamw_kernel import fused_adamw_
 
-        weight, grad, moments = shard.tensor.detach(), shard.grad, (state["exp_avg"], state["exp_avg_sq"])
-        rest = state["step"], lr, group, self.grad_scale, self.found_inf
+        exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
+        weight, grad, copy, step = shard.tensor.detach(), shard.grad, shard.compute_copy, state["step"]
+        scale_and_inf = self.grad_scale, self.found_inf
         if self.stream is None:
-            fused_adamw_(weight, grad, *moments, shard.compute_copy, *rest)
+            fused_adamw_(weight, grad, exp_avg, exp_avg_sq, copy, step, lr, group, *scale_and_inf)
             return
-        copy = None if shard.compute_copy is None else shard.compute_copy.detach().view(-1)
         weight, grad = weight.view(-1), grad.contiguous().view(-1)
-        for part, staged in self.stream.parts(*(moment.view(-1) for moment in moments)):
-            fused_adamw_(weight[part], grad[part], *staged, None if copy is None else copy[part], *rest)
+        copy = None if copy is None else copy.detach().view(-1)
+        for part, (first, second) in self.stream.parts(exp_avg.view(-1), exp_avg_sq.view(-1)):
+            part_copy = None if copy is None else copy[part]
+            fused_adamw_(weight[part], grad[part], first, second, part_copy, step, lr, group, *scale_and_inf)
 
 
 def torch_adamw_(
