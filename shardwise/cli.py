@@ -18,7 +18,6 @@ from shardwise.cli_laws import laws
 from shardwise.cli_options import JobFile, JsonFlag, LayoutOption, Overrides
 from shardwise.console import print_line
 from shardwise.errors import EXIT_UNFINISHED, JobError, ShardwiseError
-from shardwise.files import require_parent_folder
 from shardwise.job import load_job
 from shardwise.watch import command as watch
 
@@ -239,7 +238,7 @@ def calibrate(
 
 bench = typer.Typer(
     no_args_is_help=True, rich_markup_mode="markdown",
-    help="Benchmarks of this machine: training step, data loading, communication.",
+    help="Benchmarks of this machine.",
 )  # fmt: skip
 app.add_typer(bench, name="bench")
 
@@ -264,29 +263,6 @@ def bench_step(
     require_memory(job, 8)
     report = bench_step(job, torch.device(pick_device(job)), steps)
     print_line(json.dumps(report.as_dict()) if as_json else report.text())
-
-
-@bench.command("comm")
-def bench_comm(
-    processes: Annotated[int, Option(min=2, help="Number of processes to start; ignored under torchrun.")] = 4,
-    nproc_per_node: Annotated[
-        int | None, Option(min=1, help="Processes per node; default: LOCAL_WORLD_SIZE or half of --processes.")
-    ] = None,
-    max_mib: Annotated[int, Option(min=1, metavar="MIB", help="Largest message, in MiB.")] = 16,
-    repeats: Annotated[int, Option(min=1, help="Number of measurements per message size.")] = 7,
-    write: Annotated[Path | None, Option(help="Write the links to this cluster file, for `plan --cluster`.")] = None,
-    as_json: JsonFlag = False,
-) -> None:
-    """Benchmarks all-reduce by message size, and the links between processes."""
-    from shardwise.bench import comm
-
-    require_parent_folder(write)
-    report = comm.bench_comm(processes, nproc_per_node, max_mib << 20, repeats)
-    if report is None:
-        return
-    print_line(json.dumps(report.as_dict()) if as_json else report.text())
-    if write is not None:
-        comm.write_links(report, write)
 
 
 @app.command()
