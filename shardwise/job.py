@@ -114,7 +114,7 @@ class OptimizerConfig(ConfigSection):
 
 
 class EmbeddingTablesConfig(ConfigSection):
-    sharding: Literal["auto", "table", "row", "column"] = "auto"
+    sharding: Literal["auto", "table", "row"] = "auto"
     """How a DLRM's embedding tables are sharded over the ranks; auto picks per table, balancing bytes and lookups."""
     optimizer: Literal["adagrad", "adam"] = "adagrad"
     """Row-wise AdaGrad (one value per row) or sparse Adam (two per weight); updates only rows that the batch uses."""

@@ -238,16 +238,14 @@ class ModuleChain(Chain):
     def fsdp_units(self) -> Sequence[nn.Module]:
         own = {name for name, _ in self.root.named_modules()}
         units = [self.root.get_submodule(name) for name in self.anatomy.units if name in own]
-        can_shard_blocks = not self._shares_block_parameters() and self.anatomy.altered.isdisjoint(self.anatomy.blocks)
+        uses = [parts for parts in self.anatomy.parts_of.values() if len(parts) > 1]
+        shares_block_parameters = any(0 < part <= len(self.anatomy.blocks) for parts in uses for part in parts)
+        can_shard_blocks = not shares_block_parameters and self.anatomy.altered.isdisjoint(self.anatomy.blocks)
         blocks = self.blocks() if can_shard_blocks else []
         return [
             unit for unit in (*units, *blocks)
             if any(True for _ in unit.parameters()) and not getattr(unit, "stacks_experts", False)
         ]  # fmt: skip
-
-    def _shares_block_parameters(self) -> bool:
-        last = len(self.anatomy.blocks)
-        return any(len(parts) > 1 and any(0 < p <= last for p in parts) for parts in self.anatomy.parts_of.values())
 
     def to(self, dtype: torch.dtype) -> Self:  # type: ignore[override]
         """Casts the parameters; buffers, such as rotary frequencies, keep their precision unless it is exceeded."""

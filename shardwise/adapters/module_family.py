@@ -38,7 +38,7 @@ from shardwise.models.family import Family
 from shardwise.models.layers import Linear
 from shardwise.models.operator_costs import OperatorCosts, merge_costs
 from shardwise.models.sharding import ShardingPlan
-from shardwise.models.trace import interpolate_traces, trace_module
+from shardwise.models.trace import trace_family, trace_module
 
 SCRIPT_PREFIX = "script:"
 SCRIPT_TASKS: dict[str, Task] = {}
@@ -251,8 +251,7 @@ class ModuleFamily(Family):
         return [flops / 2 for flops in meta_chain(config).anatomy.flops]  # traced on two samples
 
     def operator_costs(self, config: Any, itemsize: int) -> Callable[..., tuple[OperatorCosts, ...]]:
-        whole = trace_parts(self, config, itemsize)
-        chain = meta_chain(config)
+        whole, chain = trace_family(self, config, itemsize), meta_chain(config)
         part_of = {name: parts[0] for name, parts in chain.anatomy.parts_of.items()}
         split = {part_of[name] for name in part_of if chain.sharding_plan.shard_dim_of(name) is not None}
 
@@ -263,6 +262,13 @@ class ModuleFamily(Family):
             return tuple(_on_tensor_rank(part, tensor) if n in split else part for n, part in enumerate(parts))
 
         return lru_cache(maxsize=64)(costs)
+
+    def trace_costs(self, config: Any, samples: int, dtype: torch.dtype) -> tuple[OperatorCosts, ...]:
+        chain = self.build_on_meta(config).to(dtype)
+        chain.compute_dtype = dtype
+        parts = {name: chain.root.get_submodule(name) for name in (*chain.anatomy.blocks, *chain.anatomy.units)}
+        batch = self.example_batch(config, samples, dtype)
+        return _ordered(chain, trace_module(chain, parts=parts, has_equal_children=False, **batch))
 
     def stage_shapes(self, config: Any, layout: Any, samples: int) -> tuple[Tensor, tuple[int, ...]]:
         first = self.example_batch(config, samples, torch.float32)["x"]
@@ -342,24 +348,6 @@ def meta_chain(config: Any) -> ModuleChain:
     return chain
 
 
-@lru_cache(maxsize=8)
-def trace_parts(family: Any, config: Any, itemsize: int) -> Callable[..., tuple[OperatorCosts, ...]]:
-    """Returns a function from a micro-batch size to the costs of each part."""
-    dtype = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16}[itemsize]
-
-    @lru_cache(maxsize=16)
-    def trace(samples: int) -> tuple[OperatorCosts, ...]:
-        chain: ModuleChain = family.build_on_meta(config)
-        chain.to(dtype)
-        chain.compute_dtype = dtype
-        names = [*chain.anatomy.blocks, *chain.anatomy.units]
-        parts = {name: chain.root.get_submodule(name) for name in names}
-        found = trace_module(chain, parts=parts, **family.example_batch(config, samples, dtype))
-        return tuple(_ordered(chain, found))
-
-    return interpolate_traces(trace)
-
-
 def _on_tensor_rank(costs: OperatorCosts, tensor: int) -> OperatorCosts:
     """Returns the costs of a part on one of several tensor ranks, assuming that its matmuls are split, half of what it
     saves and moves is, and its output is all-reduced twice."""
@@ -372,7 +360,7 @@ def _on_tensor_rank(costs: OperatorCosts, tensor: int) -> OperatorCosts:
     )  # fmt: skip
 
 
-def _ordered(chain: ModuleChain, found: tuple[OperatorCosts, ...]) -> list[OperatorCosts]:
+def _ordered(chain: ModuleChain, found: tuple[OperatorCosts, ...]) -> tuple[OperatorCosts, ...]:
     """Merges what lies outside of the blocks into one part before and one after them."""
     anatomy = chain.anatomy
     blocks = [costs for costs in found if costs.name in anatomy.blocks]
@@ -383,7 +371,7 @@ def _ordered(chain: ModuleChain, found: tuple[OperatorCosts, ...]) -> list[Opera
             is_after = not costs.name or any(len(anatomy.blocks) + 1 in parts for parts in used)
             ends[is_after].append(costs)
     first, last = (merge_costs("ends", end, sum(costs.output_bytes for costs in end)) for end in ends)
-    return [first, *blocks, last]
+    return first, *blocks, last
 
 
 class TaskReached(BaseException):
