@@ -350,14 +350,23 @@ def merge(
 
 @app.command()
 def data(
-    out: Annotated[Path, Argument(help="Token file to write (.bin).")],
+    out: Annotated[Path, Argument(metavar="OUT|preview", help="Token file to write (.bin), or the word preview.")],
+    preview_file: Annotated[Path | None, Argument(metavar="[JOB_FILE]", help="Job file, with preview.")] = None,
     job_file: Annotated[Path | None, Option("--job", help="Job file with the [data] section.")] = None,
     overrides: Overrides = None,
+    count: Annotated[int, Option(min=1, help="Number of samples to show, with preview.")] = 3,
 ) -> None:
-    """Tokenizes a data source into a memory-mapped token file, for `data.source = "tokens"`."""
+    """Tokenizes a data source into a memory-mapped token file, for `data.source = "tokens"`.
+
+    `data preview` shows samples as a model gets them. What counts towards the loss is green, or in [[ ]] when piped."""
     from shardwise.data.text import write_token_file
 
-    print_line(write_token_file(job_file, overrides or [], out))
+    if str(out) != "preview":
+        print_line(write_token_file(job_file, overrides or [], out))
+        return
+    job = load_job(preview_file or job_file, overrides or [])
+    for line in quick_import("shardwise.data.preview").preview_job(job, count, sys.stdout.isatty()):
+        print_line(line)
 
 
 def _bound_numbers(commands: typer.Typer) -> None:

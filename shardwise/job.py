@@ -24,10 +24,10 @@ from shardwise.models.registry import family_name, family_of, parse_model
 
 
 class DataConfig(ConfigSection):
-    source: Literal["stdlib", "text", "jsonl", "tokens", "mix", "synthetic", "criteo", "cifar10"] = "stdlib"
+    source: Literal["stdlib", "text", "jsonl", "chat", "tokens", "mix", "synthetic", "criteo", "cifar10"] = "stdlib"
     """Where samples come from."""
     path: str = ""
-    """A file, folder or glob for text, jsonl and tokens; a file for criteo; a folder for cifar10."""
+    """A file, folder or glob for text, jsonl, chat and tokens; a file for criteo; a folder for cifar10."""
     mix: dict[str, Annotated[float, Field(gt=0.0)]] = {}
     """For `source = "mix"`: sampling weight by path. The suffix gives the format (`.jsonl`, `.bin`, otherwise text), or
     a prefix does (`jsonl:folder`); `stdlib` is a valid entry too."""
@@ -36,6 +36,14 @@ class DataConfig(ConfigSection):
     tokenizer: str = "bytes"
     """`bytes`, `bpe:SIZE` (trained on the source and saved with the run), or the path of a saved tokenizer. If it is
     not set, a model that starts from a folder or run takes the tokenizer of that."""
+    chat_template: str = ""
+    """For `source = "chat"`: a Jinja file; empty takes the template of the tokenizer's folder, or else ChatML."""
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    """For chat: what counts towards the loss: all messages of the assistant, its last one, or everything."""
+    truncate: Literal["right", "left", "drop"] = "right"
+    """For chat: which end of a conversation is cut if it is longer than the sequence; or it is dropped."""
+    pack: bool = False
+    """For chat: whether a sample holds several conversations, which do not see one another."""
     validation_fraction: float = Field(0.02, ge=0.0, lt=1.0)
     """Fraction of the samples held out for validation."""
     workers: int = Field(0, ge=0, le=256)
@@ -47,16 +55,19 @@ class DataConfig(ConfigSection):
     augment: tuple[Literal["crop", "flip", "colour", "cutout", "mixup"], ...] = ()
     """Augmentations applied to training images on the fly."""
     on_bad_record: Literal["stop", "skip"] = "stop"
-    """What to do with a jsonl, criteo or cifar10 record that cannot be read: end the run, or log it and skip it."""
+    """What to do with a jsonl, chat, criteo or cifar10 record that cannot be read: end the run, or log and skip it."""
 
     @model_validator(mode="after")
     def _check_mix(self) -> "DataConfig":
         if bool(self.mix) != (self.source == "mix"):
             raise ValueError('source = "mix" and paths below [data.mix] belong together; set both or neither')
+        for key in ("chat_template", "train_on", "truncate", "pack"):
+            if self.source not in ("chat", "synthetic") and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f'{key} = {getattr(self, key)!r} is for source = "chat" only; remove it')
         if self.path and "source" not in self.model_fields_set:
             raise ValueError(
-                f"path = {self.path!r} needs a source: text, jsonl, tokens, criteo or cifar10; the default, stdlib, "
-                "reads Python's standard library"
+                f"path = {self.path!r} needs a source: text, jsonl, chat, tokens, criteo or cifar10; the default, "
+                "stdlib, reads Python's standard library"
             )
         return self
 
@@ -289,6 +300,8 @@ class Job(ConfigSection):
             raise ValueError(f"{self.model.adamw_only} works with adamw only, not with {self.optimizer.name}")
         if self.data.augment and self.model.sample_kind != "images":
             raise ValueError(f"data.augment applies to images, but {self.model.description} reads none; remove it")
+        if self.data.source == "chat" and self.model.document_separator >= 0:
+            raise ValueError("model.eod_token_id is for text; with data.source = 'chat' use data.pack instead")
         if self.layout != "auto":
             try:
                 Layout.parse(self.layout)

@@ -40,7 +40,7 @@ def solve_noise_scale(
 
 def measure_noise_scale(run: Path, batches: int = 16, samples: int = 8) -> dict[str, Any]:
     """Measures the noise scale on `batches` batches of `samples` samples that follow the training samples."""
-    folder = RunFolder.open(run)
+    folder = RunFolder.open(run, weights=True)
     job = folder.job()
     eod_token_id = job.require_decoder().eod_token_id
     device = torch.device(pick_device(job))
@@ -52,7 +52,8 @@ def measure_noise_scale(run: Path, batches: int = 16, samples: int = 8) -> dict[
     mean_squared_norm = 0.0
     for start in range(first, first + batches * samples, samples):
         batch = stream.read(np.arange(start, start + samples)).to(device)
-        logits = model(batch.tokens, **batch.with_document_ids(eod_token_id).forward_kwargs).flatten(0, 1)
+        batch = batch.with_packed_ids() if job.data.pack else batch.with_document_ids(eod_token_id)
+        logits = model(batch.tokens, **batch.forward_kwargs).flatten(0, 1)
         loss = F.cross_entropy(logits, batch.targets.flatten(), ignore_index=IGNORE_INDEX)
         gradients = [gradient.double() for gradient in torch.autograd.grad(loss, parameters, materialize_grads=True)]
         mean_squared_norm += _squared_norm(gradients) / batches

@@ -201,6 +201,7 @@ class ModuleFamily(Family):
         chain = meta_chain(config)
         anatomy, plan = chain.anatomy, chain.sharding_plan
         refused = {"expert": "it has no experts that can be split; leave expert at 1."}
+        refused["pack"] = f"{config.description} may let the conversations of a sample see one another; leave pack out."
         if not _block_linears(chain.root, anatomy):
             refused["fp8"] = "its blocks have no nn.Linear; use bf16."
         if reason := check_context(config)[0]:
@@ -294,7 +295,7 @@ class ModuleFamily(Family):
             lora.add_initialized(module, config.lora, meta_chain(config), seed)
         return module
 
-    def reference_loss(self, config: Any, module: nn.Module, samples: Any) -> Tensor:
+    def reference_loss(self, config: Any, module: nn.Module, samples: Any, document_ids: Any = None) -> Tensor:
         """Returns the loss of a batch, as a mean over its targets."""
         task = self.task(config)
         module.__dict__["shardwise_state"]["ids"] = samples.ids
@@ -303,7 +304,9 @@ class ModuleFamily(Family):
         dtype = next(module.parameters()).dtype
         leaves = [leaf.to(dtype) if leaf.is_floating_point() else leaf for leaf in leaves]
         with KeepFloat64() if dtype is torch.float64 else torch.enable_grad():
+            SPLIT.document_ids = document_ids
             loss = task.call(module, tree_unflatten(leaves, spec))
+            SPLIT.document_ids = None
         return loss if task.count is None else loss / samples.num_targets
 
     def explain_difference(self, config: Any, layout: Any, kind: str) -> str:

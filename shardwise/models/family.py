@@ -102,10 +102,11 @@ class Family:
 
     def refusals(self, config: Any) -> dict[str, str]:
         """Returns the settings that this model does not support, each with the reason. Keys: an axis of a layout,
-        "recompute", "compile", a precision, "local_sgd" or "split_backward" (a schedule such as zero-bubble)."""
+        "recompute", "compile", a precision, "local_sgd", "pack" (data) or "split_backward" (such as zero-bubble)."""
         return {
             "context": f"{config.description} cannot be split along the sequence; leave context at 1.",
             "expert": f"{config.description} has no experts; leave expert at 1.",
+            "pack": f"{config.description} cannot keep the conversations of a sample apart; leave pack out.",
         }
 
     def example_batch(self, config: Any, samples: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -183,7 +184,7 @@ class Family:
         init_weights(model, seed)
         return model
 
-    def reference_loss(self, config: Any, model: nn.Module, samples: Any) -> Tensor | None:
+    def reference_loss(self, config: Any, model: nn.Module, samples: Any, document_ids: Any = None) -> Tensor | None:
         """Returns the mean loss of a batch; None: the cross-entropy of the model's logits."""
         return None
 

@@ -26,11 +26,12 @@ from shardwise.cluster import CLUSTERS
 from shardwise.comm.objects import all_gather_json
 from shardwise.comm.world import run_world
 from shardwise.data.make_sources import synthetic_source
-from shardwise.data.sample_stream import SampleStream, Subset, job_stream, rank_positions
+from shardwise.data.sample_stream import Samples, SampleStream, Subset, job_stream, rank_positions
 from shardwise.errors import JobError, RunError
 from shardwise.job import Job
 from shardwise.layout import Layout
 from shardwise.models.chain import IGNORE_INDEX
+from shardwise.models.objectives import next_token
 from shardwise.optim import job_learning_rate, set_learning_rate
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
@@ -140,9 +141,24 @@ class IgnoredTargetsSource(Subset):
         return sample
 
 
+class PackedSource(IgnoredTargetsSource):
+    """Rows of several documents, of different lengths in each row, as `data.pack` has them."""
+
+    def samples(self, indices: np.ndarray, positions: np.ndarray) -> Samples:
+        rows = np.stack([self.read_sample(index) for index in indices.tolist()])
+        tokens, targets = next_token(rows, positions)
+        places = (np.arange(self.length) + 5 * indices[:, None]) % (3 + indices[:, None] % (self.length // 2 + 1))
+        is_first = (places == 0) | (np.arange(self.length) == 0)
+        targets[:, :-1][is_first[:, 1:]] = IGNORE_INDEX
+        parts = (np.where(is_first, ~tokens, tokens), targets, positions.astype(np.int64))
+        return Samples.from_tensors(torch.from_numpy(part) for part in parts)
+
+
 def make_stream(job: Job) -> SampleStream:
     """Returns a stream so short that three steps read more than one epoch."""
     source = synthetic_source(job, max(1, 2 * job.samples - 1))
+    if job.data.pack:
+        return job_stream(job, PackedSource(source, 0, len(source)))
     has_one_target = job.model.sample_kind != "tokens" or job.model.counts_samples
     return job_stream(job, source if has_one_target else IgnoredTargetsSource(source, 0, len(source)))
 

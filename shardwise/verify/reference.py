@@ -7,6 +7,7 @@ with layouts, parameter shards, embedding tables, `shardwise.step` or our loss, 
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import accumulate
 from typing import Any
@@ -51,7 +52,11 @@ def run_steps(
         if job.model.document_separator >= 0:
             ends = (samples.tokens == job.model.document_separator).tolist()
             document_kwargs["document_ids"] = torch.tensor([list(accumulate(row[:-1], initial=0)) for row in ends])
-        loss = job.family.reference_loss(job.model, model, samples)
+        if job.data.pack:
+            rows = [list(accumulate(token < 0 for token in row)) for row in samples.tokens.tolist()]
+            document_kwargs["document_ids"] = torch.tensor(rows)
+            samples = replace(samples, tokens=samples.tokens.apply_(lambda token: token if token >= 0 else -1 - token))
+        loss = job.family.reference_loss(job.model, model, samples, **document_kwargs)
         if tables:
             loss = dlrm_loss(job, model, list(tables.values()), samples)
         elif loss is None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwise.adapters.anatomy import Anatomy
 from shardwise.adapters.context_check import context_refusal
-from shardwise.adapters.huggingface.attention import attend_through_shardwise, trial
+from shardwise.adapters.huggingface.attention import attend_through_shardwise, register, trial
 from shardwise.adapters.huggingface.experts import dispatch_tokens, expert_count
 from shardwise.adapters.huggingface.fused_loss import can_fuse_loss, fuse_loss
 from shardwise.adapters.huggingface.weights import ModuleWeights
@@ -22,6 +22,7 @@ from shardwise.adapters.split_attention import SPLIT
 from shardwise.adapters.task import Task
 from shardwise.adapters.tensor_plan import NAMES, guess_plan, make_sharding_plan
 from shardwise.errors import JobError, suggest
+from shardwise.models.layers import positions_in_documents
 from shardwise.models.objectives import MaskedLM, Objective, SpanCorruption, next_token
 from shardwise.models.pretrained_config import read_config_file
 from shardwise.models.sharding import ShardingPlan
@@ -292,6 +293,8 @@ class HuggingFaceFamily(ModuleFamily):
                 f"same dropout masks in every layout; set {dropout} = 0."
             )
         refused = super().refusals(config)
+        if config.kind == "causal language model" and "context" not in refused:
+            del refused["pack"]  # attention goes through an interface that gets the documents
         if config.num_experts:
             del refused["expert"]
         return refused
@@ -352,6 +355,10 @@ def make_task(config: Any) -> Task:
             return {"input_ids": tokens[:, : config.sequence], "decoder_input_ids": tokens[:, config.sequence :]}
         positions, current["labels"] = SPLIT.local_positions, batch["labels"]
         split = {} if positions is None else {"position_ids": positions.expand(batch["labels"].shape[0], -1)}
+        if SPLIT.document_ids is not None:
+            register()
+            restarted = positions_in_documents(SPLIT.document_ids)
+            split = {"position_ids": restarted if positions is None else restarted[:, positions]}
         return {name if key == "input_ids" else key: value for key, value in batch.items() if key != "labels"} | split
 
     def example_batch(samples: int) -> dict[str, torch.Tensor]:
