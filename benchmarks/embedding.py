@@ -97,15 +97,12 @@ def bench_sharded(job: Job, layout: Layout) -> dict[str, Any]:
     optimizer = engine.make_optimizer(job)
     for group in optimizer.param_groups:
         group["lr"] = 0.003
-    results["losses"] = []
-    for name, prefetch in (("step", False), ("prefetched_step", True)):
-        source = iter(enumerate(all_samples))
-        results[name] = []
-        for _, samples in engine.prefetched_batches(source, len(all_samples)) if prefetch else source:
-            dist.barrier()
-            begin = time.perf_counter()
-            results["losses"].append(float(step(engine, optimizer, samples, 0.0).loss))
-            results[name].append(time.perf_counter() - begin)
+    results["losses"], results["step"] = [], []
+    for samples in (*all_samples, *all_samples):
+        dist.barrier()
+        begin = time.perf_counter()
+        results["losses"].append(float(step(engine, optimizer, samples, 0.0).loss))
+        results["step"].append(time.perf_counter() - begin)
     results["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return results
 
@@ -205,12 +202,8 @@ def main() -> None:
         print(f"  rank {rank}: {result['table_bytes'] / GIB:.2f} GiB of rows, {peak}")
     lookups, updates = rates(results)
     print(f"{options.ranks} processes: {lookups:,.0f} lookups/s, {updates:,.0f} rows updated/s")
-    step_ms, prefetched_ms = (1e3 * statistics.median(results[0][key][1:]) for key in ("step", "prefetched_step"))
-    losses = results[0]["losses"]
-    print(
-        f"  training step {step_ms:.0f} ms, with prefetched rows {prefetched_ms:.0f} ms; loss {losses[0]:.4f} in the "
-        f"first step, {losses[-1]:.4f} in step {len(losses)}"
-    )
+    step_ms, losses = 1e3 * statistics.median(results[0]["step"][1:]), results[0]["losses"]
+    print(f"  training step {step_ms:.0f} ms; loss {losses[0]:.4f} first, {losses[-1]:.4f} in step {len(losses)}")
     table_groups, sent_fraction = 1, 1 - 1 / options.ranks
     row_bytes = distinct_rows(job, options.ranks) * (8 + 8 * model.width)
     expected = (row_bytes + 8 * table_groups * options.ranks) * sent_fraction

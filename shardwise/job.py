@@ -133,8 +133,6 @@ class EmbeddingTablesConfig(ConfigSection):
     """Learning rate of the tables, relative to that of the dense weights."""
     cached_rows: Count = Field(0, ge=0, le=10**10)
     """Number of most-used rows that every device also keeps, with their optimizer state."""
-    prefetch: bool | Literal["auto"] = "auto"
-    """Whether to fetch the next batch's rows while this one computes (same results); auto prefetches on a GPU."""
 
 
 class GradientConfig(ConfigSection):

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -257,43 +256,6 @@ def empty_step() -> float:
     outcome = step(engine, optimizer, samples, 1.0)
     assert all(torch.equal(held.tensor, rows) for held, rows in zip(engine.tables.local_shards, before, strict=True))
     return float(outcome.loss)
-
-
-def trained(ahead: bool, optimizer: str, sharding: str) -> list[float]:
-    job = small(16, {"sharding": sharding, "optimizer": optimizer})
-    engine = parallelize(prepare(job, Layout.parse("shard=2")), torch.device("cpu"))
-    assert engine.has_tables
-    taken, stream = engine.make_optimizer(job), make_stream(job)
-    for group in taken.param_groups:
-        group["lr"] = 0.05
-    batches = iter([(n, stream.read(rank_positions(n, 16, 2, engine.mesh.rank))) for n in range(6)])
-    found = []
-    for _, samples in engine.prefetched_batches(batches, 6) if ahead else batches:
-        found.append(float(step(engine, taken, samples, 1.0).loss))
-        if ahead and len(found) < 6:
-            assert engine.prefetcher is not None and len(engine.prefetcher.pending) == 1
-    return found
-
-
-@pytest.mark.parametrize(("optimizer", "sharding"), [("adagrad", "row"), ("adam", "auto"), ("adagrad", "table")])
-def test_fetching_ahead_changes_no_bit(optimizer: str, sharding: str) -> None:
-    plain = run_world(trained, 2, False, optimizer, sharding)
-    assert run_world(trained, 2, True, optimizer, sharding) == plain
-    assert len(set(plain[0])) == 6 and plain[0] == plain[1]
-
-
-def test_rows_that_are_not_refreshed_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = run_world(trained, 2, False, "adagrad", "row")
-    late = ShardedTables.update
-
-    def update(self: ShardedTables, *args: Any) -> None:
-        time.sleep(0.2)  # so that the next batch's rows are there before
-        late(self, *args)
-
-    monkeypatch.setattr(ShardedTables, "update", update)
-    assert run_world(trained, 2, True, "adagrad", "row") == plain
-    monkeypatch.setattr(ShardedTables, "refresh", lambda self, route, rows: None)
-    assert run_world(trained, 2, True, "adagrad", "row") != plain
 
 
 # Checkpoints
@@ -605,7 +567,7 @@ def shardwise(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
 
 def test_the_example_trains_learns_and_goes_on_elsewhere(tmp_path: Path) -> None:
     quick = ["--set", "batch.samples=64", "--set", "data.samples=2048", "--set", "run.folder=r", "--set", "steps=20"]
-    quick += ["--set", "embedding_tables.prefetch=true", "--set", "embedding_tables.cached_rows=5000"]
+    quick += ["--set", "embedding_tables.cached_rows=5000"]
     done = shardwise("train", str(ROOT / "examples/dlrm.toml"), *quick, "--layout", "shard=2", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     done = shardwise("train", "--resume", "r", "--layout", "replicate=1", "--set", "steps=40", folder=tmp_path)

@@ -1,6 +1,5 @@
 """The engine: everything one rank needs for a training step, and how it runs the micro-batches of a step."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -54,10 +53,6 @@ class Engine:
 
     def begin_stream(self, job: Job, stream: SampleStream) -> None:
         """Called before training on a stream; a subclass may sample it, for example to find hot rows."""
-
-    def batches(self, job: Job, loader: Iterator[tuple[int, Samples]], steps: int) -> Iterator[tuple[int, Samples]]:
-        """Returns the batches of the next `steps` steps; a subclass may prefetch for them."""
-        return loader
 
     @property
     def tied(self) -> list[ParamShard]:

@@ -136,7 +136,7 @@ class TrainingLoop:
             skipped_batches=self.folder.skipped_batches(),
         )  # fmt: skip
         self.engine.begin_stream(self.job, stream)
-        batches = self.engine.batches(self.job, iter(loader), last - first)
+        batches = iter(loader)
         self.metrics.ranks.reset()
         next_samples: Samples | None = None
         try:

@@ -194,7 +194,7 @@ RESUMABLE_KEYS = (
     "run.device", "run.processes", "run.cluster", "run.max_restarts", "run.hang_timeout", "run.standby",
     "run.elastic", "run.rejoin_timeout", "run.join_timeout", "run.node_patience", "run.on_nan",
     "run.loss_spike_threshold", "run.checksum_every", "run.redundant_compute_every", "run.max_corruptions",
-    "embedding_tables.sharding", "embedding_tables.cached_rows", "embedding_tables.prefetch",
+    "embedding_tables.sharding", "embedding_tables.cached_rows",
 )  # fmt: skip
 # Keys that a checkpoint does not record: the record of the data and the run's own tokenizer say more than paths.
 UNRECORDED_KEYS = (*RESUMABLE_KEYS, "run.*", "data.path", "data.tokenizer")

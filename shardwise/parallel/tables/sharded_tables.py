@@ -14,19 +14,13 @@ no copy from host memory: their gradients are all-reduced like those of dense we
 update. The rank that owns a row writes it back to host memory after each update, so checkpoints, norms and other
 layouts find it there. The cached rows are those that the first samples of the stream use most. That depends on the data
 alone, so a resumed run caches the same rows.
-
-`RowPrefetcher` routes and fetches the next batch while the current one computes. Rows that the current update changes
-are sent again before use (`refresh`), so the result is bitwise the same.
 """
 
-from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -158,17 +152,16 @@ class ShardedTables(TableStorage):
         super().__init__(*args, **kwargs)
         self.touched_rows, self.gradient = torch.empty(0, dtype=torch.int64), self.storage[:0]
         """The rows of this rank's storage that the batch uses, sorted, each once, and their gradient."""
-        self.last_updated_rows = self.touched_rows
         self.hot_rows: HotRowCache | None = None
 
-    def route(self, bags: Bags, ids: Tensor, axis: Axis | None = None) -> LookupRoute:
+    def route(self, bags: Bags, ids: Tensor) -> LookupRoute:
         """Requests the rows that this rank's samples use from their owners; `ids` are stream positions."""
         unique_rows, inverse_indices = torch.unique(self._row_numbers(bags, ids), return_inverse=True)
         cached_rows = unique_rows[:0]
         if self.hot_rows is not None:
             unique_rows, inverse_indices, cached_rows = self.hot_rows.split_cached(unique_rows, inverse_indices)
-        requests = self._request_rows(unique_rows, axis)
-        return LookupRoute(ids, bags.offsets, bags.weights, inverse_indices, cached_rows, *requests)
+        requests = self._request_rows(unique_rows)
+        return LookupRoute(bags.offsets, bags.weights, inverse_indices, cached_rows, *requests)
 
     def _row_numbers(self, bags: Bags, ids: Tensor) -> Tensor:
         """Returns the row number over all tables of each id."""
@@ -178,16 +171,6 @@ class ShardedTables(TableStorage):
         """Caches the `count` rows that these samples use most on every device."""
         rows = most_frequent_ids(self._row_numbers(bags, ids), count)
         self.hot_rows = HotRowCache(self, rows, axis, device) if rows.numel() else None
-
-    def refresh(self, route: LookupRoute, rows: Tensor) -> None:
-        """Refreshes rows that were prefetched before or during the last update: owners say which of the requested rows
-        it changed, and send those again."""
-        is_updated = torch.isin(route.served_rows, self.last_updated_rows)
-        is_stale = self._all_to_all(is_updated.to(torch.uint8), route.served_counts, route.requested_counts).bool()
-        sent = [int(part.sum()) for part in is_updated.split(route.served_counts)]
-        received = [int(part.sum()) for part in is_stale.split(route.requested_counts)]
-        values = self._all_to_all(self.storage[route.served_rows[is_updated]], sent, received)
-        rows.index_copy_(0, route.positions[is_stale], values)
 
     def push_gradients(self, route: LookupRoute, gradient: Tensor) -> None:
         """Sends the gradients of the distinct rows to their owners, which sum them by row over ranks."""
@@ -222,33 +205,3 @@ class ShardedTables(TableStorage):
         self.update_rows(self.storage, self.state, self.touched_rows, self.gradient, lr)
         if self.hot_rows is not None:
             self.hot_rows.update(lr)
-        self.last_updated_rows = self.touched_rows
-
-
-class RowPrefetcher:
-    """Fetches the rows of the next batch in a thread, on its own process group, while the current one computes."""
-
-    def __init__(self, tables: ShardedTables):
-        self.tables = tables
-        # A group of its own, whose waits are not timed: they overlap with computation.
-        self.axis = tables.axis
-        if self.axis.size > 1:
-            self.axis = replace(self.axis, group=dist.new_group(backend="gloo"), timer=None)
-        self.executor = ThreadPoolExecutor(1, thread_name_prefix="shardwise-rows")
-        self.pending: deque[Future[tuple[LookupRoute, Tensor]]] = deque()
-
-    def prefetch(self, bags: Bags, ids: Tensor) -> None:
-        """Starts to fetch a batch. At most one update may run between this and its `pop`, which refreshes the rows."""
-        self.pending.append(self.executor.submit(self._fetch, bags, ids))
-
-    def _fetch(self, bags: Bags, ids: Tensor) -> tuple[LookupRoute, Tensor]:
-        route = self.tables.route(bags, ids, self.axis)
-        # The update may write to these rows meanwhile; `refresh` sends those again.
-        return route, self.tables.fetch(route, self.axis)
-
-    def pop(self, ids: Tensor) -> tuple[LookupRoute, Tensor]:
-        """Returns route and up-to-date rows of the oldest prefetch, which must be of this batch."""
-        route, rows = self.pending.popleft().result()
-        assert torch.equal(route.ids, ids), "batches must be used in the order in which they were prefetched"
-        self.tables.refresh(route, rows)
-        return route, rows

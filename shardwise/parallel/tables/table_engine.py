@@ -7,7 +7,6 @@ the same checkpoint saves and reshards them. Their gradient holds only the rows 
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from shardwise.optim.sparse import CombinedOptimizer
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.prepare import Prepared
-from shardwise.parallel.tables.sharded_tables import Bags, RowPrefetcher, ShardedTables, sum_bags
+from shardwise.parallel.tables.sharded_tables import Bags, ShardedTables, sum_bags
 from shardwise.parallel.tables.table_storage import LookupRoute, TableShard, place_tables
 
 HOT_ROW_SAMPLES = 32_768  # samples that are read to find the most frequently used rows
@@ -65,15 +64,10 @@ class TableEngine(Engine):
     model: Any
     compute_dtype: torch.dtype = torch.float32
     tables: ShardedTables = field(kw_only=True)
-    prefetcher: RowPrefetcher | None = None
 
     def run(self, samples: Samples, scale: Tensor) -> Tensor:
-        if self.prefetcher is not None and self.prefetcher.pending:
-            route, fetched = self.prefetcher.pop(samples.ids.cpu())
-        else:
-            route = self._route(samples)
-            fetched = self.tables.fetch(route)
-        rows = self._rows_on_device(route, fetched).requires_grad_()
+        route = self._route(samples)
+        rows = self._fetch(route).requires_grad_()
         total = torch.zeros_like(scale)
         for number, (micro_batch, vectors) in enumerate(self._micro_batches(samples, route, rows), start=1):
             with self.data.micro_batch(last=number == self.batch.micro_batches):
@@ -88,13 +82,13 @@ class TableEngine(Engine):
 
     def evaluate(self, samples: Samples) -> Tensor:
         route = self._route(samples)
-        rows = self._rows_on_device(route, self.tables.fetch(route))
+        rows = self._fetch(route)
         parts = self._micro_batches(samples, route, rows)
         return torch.stack([self._loss(self.chains[0], micro_batch, vectors) for micro_batch, vectors in parts]).sum()
 
-    def _rows_on_device(self, route: LookupRoute, fetched: Tensor) -> Tensor:
+    def _fetch(self, route: LookupRoute) -> Tensor:
         """Returns a batch's rows on the device: the fetched ones, then those cached there."""
-        rows, hot = fetched.to(self.mesh.device), self.tables.hot_rows
+        rows, hot = self.tables.fetch(route).to(self.mesh.device), self.tables.hot_rows
         return rows if hot is None else torch.cat((rows, hot.values[route.cached_rows.to(rows.device)]))
 
     def divide_gradients(self, divisor: Tensor) -> None:
@@ -112,23 +106,6 @@ class TableEngine(Engine):
             bags, ids = self._bags(stream.read(np.arange(HOT_ROW_SAMPLES))), torch.arange(HOT_ROW_SAMPLES)
             place = self.mesh["data"], self.mesh.device
             self.tables.cache_hot_rows(bags, ids, job.embedding_tables.cached_rows, *place)
-
-    def batches(self, job: Job, loader: Iterator[tuple[int, Samples]], steps: int) -> Iterator[tuple[int, Samples]]:
-        prefetch = job.embedding_tables.prefetch
-        if self.mesh.device.type == "cuda" if prefetch == "auto" else prefetch:
-            return self.prefetched_batches(loader, steps)
-        return loader
-
-    def prefetched_batches(self, batches: Iterator[tuple[int, Samples]], count: int) -> Iterator[tuple[int, Samples]]:
-        """Yields the batches of `count` steps; the rows of the next batch are fetched while this one computes."""
-        if self.prefetcher is None:
-            self.prefetcher = RowPrefetcher(self.tables)
-        current: list[tuple[int, Samples]] = []
-        for batch in islice(batches, count):
-            self.prefetcher.prefetch(self._bags(batch[1]), batch[1].ids)
-            yield from current
-            current = [batch]
-        yield from current
 
     def _bags(self, samples: Samples) -> Bags:
         clicks = ClickBatch.unpack(samples, self.model)

@@ -98,7 +98,6 @@ def _balance_over_ranks(tables: Sequence[TableSpec], shards: list[TableShard], r
 class LookupRoute:
     """Which rows of a batch this rank receives from and sends to each rank."""
 
-    ids: Tensor  # stream positions of the samples, which identify the batch
     offsets: Tensor
     weights: Tensor
     inverse_indices: Tensor  # by id, its index among the distinct rows: first the fetched, then the cached ones
@@ -187,37 +186,37 @@ class TableStorage:
         shards = torch.searchsorted(self.shard_starts, rows, right=True) - 1
         return self.shard_owners[shards], rows - self.local_offsets[shards]
 
-    def _request_rows(self, rows: Tensor, axis: Axis | None = None) -> tuple[Tensor, list[int], Tensor, list[int]]:
+    def _request_rows(self, rows: Tensor) -> tuple[Tensor, list[int], Tensor, list[int]]:
         """Requests distinct rows from the ranks that own them. Returns the last four fields of a `LookupRoute`."""
         owners, local_rows = self.locate(rows)
         positions, requested = owners.argsort(stable=True), owners.bincount(minlength=self.axis.size)
         each = [1] * self.axis.size
-        served_counts = self._all_to_all(requested, each, each, axis).tolist()
+        served_counts = self._all_to_all(requested, each, each).tolist()
         requested_counts = requested.tolist()
-        served_rows = self._all_to_all(local_rows[positions], requested_counts, served_counts, axis)
+        served_rows = self._all_to_all(local_rows[positions], requested_counts, served_counts)
         return positions, requested_counts, served_rows, served_counts
 
-    def fetch(self, route: LookupRoute, axis: Axis | None = None) -> Tensor:
+    def fetch(self, route: LookupRoute) -> Tensor:
         """Fetches the distinct rows of this rank's samples."""
-        return self._fetch_from(self.storage, route, axis)
+        return self._fetch_from(self.storage, route)
 
-    def _fetch_from(self, storage: Tensor, route: LookupRoute, axis: Axis | None = None) -> Tensor:
+    def _fetch_from(self, storage: Tensor, route: LookupRoute) -> Tensor:
         served = storage.index_select(0, route.served_rows)
-        received = self._all_to_all(served, route.served_counts, route.requested_counts, axis)
+        received = self._all_to_all(served, route.served_counts, route.requested_counts)
         return torch.empty_like(received).index_copy_(0, route.positions, received)
 
     def lookup_rows(self, rows: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Fetches distinct rows by number, and their optimizer state."""
         empty = rows[:0]
-        route = LookupRoute(empty, empty, empty, empty, empty, *self._request_rows(rows))
+        route = LookupRoute(empty, empty, empty, empty, *self._request_rows(rows))
         return self.fetch(route), {key: self._fetch_from(value, route) for key, value in self.state.items()}
 
-    def _all_to_all(self, input: Tensor, sent: list[int], received: list[int], axis: Axis | None = None) -> Tensor:
+    def _all_to_all(self, input: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Sends rows of a tensor, so many to each rank, and returns those that arrive."""
         if self.axis.size == 1:
             return input
         output = input.new_empty(sum(received), *input.shape[1:])
-        all_to_all(output, input, received, sent, axis=axis or self.axis)
+        all_to_all(output, input, received, sent, axis=self.axis)
         return output
 
     def update_rows(self, rows: Tensor, state: dict[str, Tensor], indices: Tensor, gradient: Tensor, lr: float) -> None:
