@@ -274,12 +274,13 @@ def doctor(
     """Diagnoses a run that hangs or has failed: which rank, in which operation, where in the code, who waits for it.
 
     With --preflight, under torchrun or srun, measures that world before a run and names what is slow."""
+    from shardwise.train.run_store import fetch_run
     from shardwise.workers.diagnosis import diagnose_run
 
     if preflight:
         cli_cluster.preflight(run, as_json)
         return
-    for line in diagnose_run(run):
+    for line in diagnose_run(fetch_run(run)):
         print_line(line)
 
 
@@ -390,7 +391,7 @@ def main() -> None:
         sys.exit(app(standalone_mode=False))  # the exit code of a typer.Exit, or None
     except ShardwiseError as error:
         # Under torchrun or Slurm every rank raises the same error; only rank 0 prints it.
-        if os.environ.get("RANK", "0") == "0":
+        if not (rank := os.environ.get("RANK", "0")).isdecimal() or int(rank) == 0:
             print(f"shardwise: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except OSError as error:

@@ -58,7 +58,12 @@ def submit(
     if sweep and not slurm:
         raise JobError("--sweep submits a job array of Slurm; elsewhere, submit a job for each value.")
     load_job(job_file, overrides or [])
-    hosts = (Path(ssh).read_text() if Path(ssh).is_file() else ssh.replace(",", "\n")).split() if ssh else []
+    try:
+        hosts = ssh.replace(",", "\n").split() if ssh else []
+        if ssh and ("/" in ssh or ssh.endswith(".txt") or Path(ssh).is_file()):
+            hosts = Path(ssh).read_text().split()
+    except (OSError, ValueError) as error:
+        raise JobError(f"--ssh {ssh} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}.") from None
     if ssh and not hosts:
         raise JobError(f"--ssh {ssh} names no host; list hosts in a file, one per line, or as a,b.")
     options = {

@@ -5,7 +5,8 @@
     │   ├── JobError         a wrong key or value in the job file
     │   ├── LayoutError      an impossible layout
     │   ├── DataError        unreadable or unsuitable training data
-    │   └── CheckpointError  no loadable checkpoint
+    │   ├── CheckpointError  no loadable checkpoint
+    │   └── StoreError       an object store that cannot be read or written
     └── RunError             something failed during a run: exit code 1
 
 A message has four parts: what is wrong, the offending value, the rule, the remedy.
@@ -38,6 +39,10 @@ class DataError(UserError):
 
 
 class CheckpointError(UserError):
+    pass
+
+
+class StoreError(UserError):
     pass
 
 

@@ -1,7 +1,8 @@
-"""Atomic writes of files and folders, and the one parser of every TOML and JSON file."""
+"""Atomic writes of files and folders, locks, the cache folder, and the one parser of every TOML and JSON file."""
 
 import json
 import os
+import re
 import tomllib
 import uuid
 from collections.abc import Callable, Iterator
@@ -11,6 +12,12 @@ from typing import IO, Any
 
 from shardwise.errors import DataError, JobError, shorten
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+TEMPORARY_NAME = re.compile(r"\..+\.[0-9a-f]{32}")  # of what `atomic_write` has not finished
 MAX_DEPTH = 64  # brackets within brackets; deeper values would end in a RecursionError wherever they are used
 
 
@@ -75,6 +82,30 @@ def malformed_as_data_error(*runs: Path) -> Iterator[None]:
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
         names, reason = ", ".join(map(str, runs)), f"{type(error).__name__}: {shorten(str(error))}"
         raise DataError(f"a file in {names} is malformed ({reason}); restore it or remove it.") from None
+
+
+def cache_folder() -> Path:
+    """Returns the folder that keeps encoded corpora, downloads and local copies of runs between runs."""
+    default = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "shardwise"
+    return Path(os.environ.get("SHARDWISE_CACHE", default))
+
+
+@contextmanager
+def file_lock(folder: Path) -> Iterator[None]:
+    """Holds an exclusive lock on a folder, if its file system has locks. A killed process releases it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / "lock").open("w")
+    except OSError:  # a read-only cache, filled elsewhere, needs no lock
+        yield
+        return
+    with lock:
+        try:
+            if fcntl:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            pass
+        yield
 
 
 @contextmanager

@@ -27,7 +27,8 @@ class DataConfig(ConfigSection):
     source: Literal["stdlib", "text", "jsonl", "chat", "tokens", "mix", "synthetic", "criteo", "cifar10"] = "stdlib"
     """Where samples come from."""
     path: str = ""
-    """A file, folder or glob for text, jsonl, chat and tokens; a file for criteo; a folder for cifar10."""
+    """A file, folder or glob for text, jsonl, chat and tokens; a file for criteo; a folder for cifar10. A URL such as
+    `s3://bucket/corpus` is downloaded once per machine."""
     mix: dict[str, Annotated[float, Field(gt=0.0)]] = {}
     """For `source = "mix"`: sampling weight by path. The suffix gives the format (`.jsonl`, `.bin`, otherwise text), or
     a prefix does (`jsonl:folder`); `stdlib` is a valid entry too."""
@@ -198,7 +199,8 @@ class CheckpointConfig(ConfigSection):
 
 class RunConfig(ConfigSection):
     folder: str = ""
-    """The run folder; empty creates a new one below `runs`."""
+    """The run folder; empty creates a new one below `runs`. A URL such as `s3://bucket/run` keeps the run in an
+    [object store](../how-to/object-store.md)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to run on; auto uses GPUs if PyTorch sees any."""
     processes: int = Field(0, ge=0, le=10_000)

@@ -146,7 +146,7 @@ class Trainer:
 
     def load(self, path: str | Path) -> None:
         """Takes the run in this folder, for `module`, `evaluate`, `save` and `fit(resume=...)`."""
-        self.run = Run(RunFolder.open(Path(path)).path)
+        self.run = Run(RunFolder.open(Path(path), weights=True).path)
 
     def _folder(self) -> RunFolder:
         stop_if_collecting()

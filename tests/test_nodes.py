@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -31,7 +32,7 @@ PORT = 29471
 STEPS = 40
 
 
-def job_of(folder: Path, saved: int = 10, **run: object) -> Job:
+def job_of(folder: Path | str, saved: int = 10, **run: object) -> Job:
     return make_job(
         {
             "precision": "float64", "steps": STEPS, "layout": "replicate=2 tensor=2",
@@ -223,6 +224,79 @@ def test_pods_of_an_indexed_job_are_drained_lost_and_replaced(names: list[Path],
     subprocess.run([*shardwise, "train", "plain.toml"], cwd=tmp_path, check=True, capture_output=True)
     assert curve(run) == curve(plain) and len(curve(run)) == STEPS
     assert [event["source"] for event in run.events() if event["event"] == "resumed"] == ["disk", "memory"]
+
+
+def test_nodes_with_disks_of_their_own_and_an_object_store(link: None, tmp_path: Path) -> None:
+    """Own networks, own file systems: the nodes share nothing but an S3 server. Each is lost once, with its disk."""
+    for package in ("moto.server", "boto3", "s3fs"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    place, disk, plain = "http://10.78.0.1:5000", tmp_path / "disk", RunFolder(tmp_path / "plain")
+    keys = {
+        "AWS_ENDPOINT_URL": place,
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "b",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    folders = {"HOME": disk, "TMPDIR": disk, "SHARDWISE_CACHE": disk / "cache"}
+    environment = {
+        **os.environ,
+        **keys,
+        **{name: str(path) for name, path in folders.items()},
+        "SHARDWISE_SECRET": "x" * 16,
+    }
+    inside, url = ["ip", "netns", "exec"], "s3://runs/run"
+    disk.mkdir()
+    for name, folder in (("run", url), ("plain", str(plain.path))):
+        job = job_of(folder, saved=20).model_copy(update={"steps": 400})  # long enough to lose both nodes in the middle
+        (tmp_path / f"{name}.toml").write_text(job.to_toml())
+
+    def node(index: int, *words: str) -> subprocess.Popen[bytes]:
+        mounts = f"mount -t tmpfs none {disk} && mount -t tmpfs none /dev/shm && cd {disk} && exec "
+        command = [sys.executable, "-m", "shardwise", "train", *words]
+        command += ["--node", f"{index}/2", "--address", f"10.78.0.1:{PORT}"]
+        where = [*inside, f"{NAME}{index}", "unshare", "--mount", "sh", "-c", mounts + shlex.join(command)]
+        return subprocess.Popen(where, env=environment, start_new_session=True)
+
+    def on_disk(process: subprocess.Popen[bytes]) -> RunFolder:
+        """The folder of node 0, which nobody else sees."""
+        cache = Path(f"/proc/{process.pid}/root{disk}/cache/runs")
+        wait(lambda: list(cache.glob("*/metrics.jsonl")), process)
+        return RunFolder(next(cache.glob("*/metrics.jsonl")).parent)
+
+    def ask(code: str) -> str:
+        command = [*inside, f"{NAME}0", sys.executable, "-c", code]
+        return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+
+    moto = [*inside, f"{NAME}0", sys.executable, "-m", "moto.server", "-H", "10.78.0.1"]
+    server = subprocess.Popen(moto, env=environment, stderr=subprocess.DEVNULL)
+    undisturbed = subprocess.Popen([sys.executable, "-m", "shardwise", "train", str(tmp_path / "plain.toml")])
+    nodes = [server]
+    try:
+        time.sleep(3)
+        ask("import boto3; boto3.client('s3').create_bucket(Bucket='runs')")
+        nodes += [node(0, str(tmp_path / "run.toml")), node(1)]
+        run = on_disk(nodes[1])
+        wait(lambda: len(curve(run)) >= 50, nodes[1])
+        end(nodes[2])
+        wait(lambda: "node_lost" in kinds(run), nodes[1])
+        nodes[2] = node(1)
+        wait(lambda: "resumed" in kinds(run), nodes[1])
+        steps = len(curve(run))
+        wait(lambda: len(curve(run)) >= steps + 20, nodes[1])
+        time.sleep(2)  # for the store
+        end(nodes[1])
+        nodes[1] = node(0, "--resume", url)
+        assert [one.wait(150) for one in nodes[1:]] == [0, 0] and undisturbed.wait(150) == 0
+        code = f"from shardwise.train.run_folder import RunFolder; print(RunFolder.open('{url}').path)"
+        stored = RunFolder(Path(ask(code).split()[-1]))
+    finally:
+        for process in (*nodes, undisturbed):
+            if process.poll() is None:
+                end(process) if process in nodes[1:] else process.kill()
+    assert curve(stored) == curve(plain) and len(curve(stored)) == 400
+    resumed = [(event["step"], event["source"]) for event in stored.events() if event["event"] == "resumed"]
+    assert resumed[-1][0] >= 20 and resumed[-1][1] == "disk", resumed
+    assert not list(Path(f"{disk}/cache").glob("runs/*/checkpoints/*"))  # the host has seen no disk of a node
 
 
 def test_a_node_that_is_none_is_refused_in_a_sentence() -> None:

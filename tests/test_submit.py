@@ -68,6 +68,14 @@ def test_kubernetes_takes_what_is_written(folder: Path, options: list[str]) -> N
         validate.validate(found[-1], "1.31", strict=True)
 
 
+@pytest.mark.parametrize("options", [[], ["trainjob"]])
+def test_a_run_in_an_object_store_needs_no_volume(folder: Path, options: list[str]) -> None:
+    shardwise(folder, *POD, *options, "--set", "run.folder=s3://bucket/job", "--dry-run")
+    text = (folder / "job.yaml").read_text()
+    assert '"run.folder=s3://bucket/job"' in text and "workspace" not in text and "VolumeClaim" not in text
+    assert "claimName: team" in text if "--volume" in options else "{name: job, configMap: {name: job}}" in text
+
+
 def check_train_job(job: dict[str, Any]) -> None:
     models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api is not installed")
     parsed = models.TrainerV1alpha1TrainJob.from_dict(job)
@@ -93,6 +101,9 @@ def known_keys(value: Any, path: str = "") -> set[str]:
         (["--slurm", "--ray"], "choose where to submit"),
         (["--k8s"], "--k8s needs --image"),
         (["--ssh", ","], "--ssh , names no host; list hosts in a file"),
+        (["--ssh", "hosts.txt"], "--ssh hosts.txt cannot be read: No such file or directory."),
+        (["--ssh", "./"], "--ssh ./ cannot be read: Is a directory."),
+        (["--ssh", sys.executable], "cannot be read: it is no text."),
         (["trainjob", "--slurm"], "'trainjob' is not known here; `--k8s trainjob` submits"),
         (["--slurm", "--sweep", "seed"], "--sweep seed is not of the form KEY=VALUE,VALUE, such as"),
         (["--slurm", "--set", "step=1"], "did you mean 'steps'"),

@@ -18,6 +18,7 @@ from typing import Any
 from shardwise.console import pluralize
 from shardwise.errors import DataError
 from shardwise.files import parse_json, write_text
+from shardwise.object_store import cached_path, local_copy, original_name, parse_url
 
 BLOCK_BYTES, BLOCKS = 16 << 10, 16
 
@@ -90,7 +91,11 @@ class DataRecord:
         """Returns the record of a run; a new one if the run has none."""
         try:
             values = parse_json(path.read_bytes())
-            files = {name: DataFile(Path(name), int(s), int(t), str(d)) for name, (s, t, d) in values["files"].items()}
+            found = [DataFile(cached_path(name), int(s), int(t), str(d)) for name, (s, t, d) in values["files"].items()]
+            files = {str(file.path): file for file in found}
+            for name in values["files"]:
+                if parse_url(name) and not cached_path(name).exists():
+                    local_copy(name)
             return cls(files, tuple(map(int, values["samples"])), str(values["tokenizer"]), is_new=False)
         except FileNotFoundError:
             return cls()
@@ -98,7 +103,7 @@ class DataRecord:
             raise DataError(f"{path} is damaged; restore it, or delete it to record the run's data anew.") from None
 
     def save(self, path: Path) -> None:
-        files = {name: (file.size, file.mtime_ns, file.digest) for name, file in self.files.items()}
+        files = {original_name(name): (file.size, file.mtime_ns, file.digest) for name, file in self.files.items()}
         write_text(path, json.dumps({"files": files, "samples": self.samples, "tokenizer": self.tokenizer}))
 
     def take(self, paths: Sequence[Path]) -> list[DataFile]:

@@ -13,9 +13,7 @@ slower.
 """
 
 import json
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -32,22 +30,13 @@ from shardwise.data.text import describe_source, encode_files, find_files, load_
 from shardwise.data.token_file import RAW_DTYPES, TokenFile, TokenWindows, open_raw_token_file, open_token_file
 from shardwise.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, parse_bpe_size, tokenizer_fingerprint
 from shardwise.errors import DataError
-from shardwise.files import parse_json, write_text
+from shardwise.files import cache_folder, file_lock, parse_json, write_text
 from shardwise.job import DataConfig, Job
 from shardwise.models.objectives import next_token
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+from shardwise.object_store import local_copy, parse_url
 
 CACHE_VERSION = 2
 """Increment this when the same files would encode to different tokens, which invalidates old caches."""
-
-
-def default_cache_folder() -> Path:
-    """Returns the folder that keeps encoded corpora between runs."""
-    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "shardwise"
 
 
 Sources = tuple[Source, Source, Tokenizer | None]  # for training and for validation, and the tokenizer, if known
@@ -65,6 +54,7 @@ def make_sources(
     bad_records, record = bad_records or BadRecords(job.data.on_bad_record == "skip"), record or DataRecord()
     if own_tokenizer is not None:
         job = job.model_copy(update={"data": job.data.model_copy(update={"tokenizer": str(own_tokenizer)})})
+    job = job.model_copy(update={"data": download_data(job.data)})
     source, wanted = job.data.source, job.model.sample_kind
     if brought := job.family.sources(job.model):
         return *brought, None
@@ -78,10 +68,25 @@ def make_sources(
     if wanted == "images":
         return *_image_sources(job, job.model, bad_records, record), None
     if source == "chat":
-        return _chat_sources(job, cache or default_cache_folder(), bad_records, record)
+        return _chat_sources(job, cache or cache_folder(), bad_records, record)
     if job.data.source == "mix":
         return _mixture_sources(job, job.data.mix, cache, bad_records, record)
-    return _token_sources(job, cache or default_cache_folder(), bad_records, record)
+    return _token_sources(job, cache or cache_folder(), bad_records, record)
+
+
+def download_data(data: DataConfig) -> DataConfig:
+    """Returns the section with local paths instead of URLs, once what they name has been downloaded."""
+
+    def localize(path: str) -> str:
+        suffix = next((f":{kind}" for kind in RAW_DTYPES if path.endswith(f":{kind}")), "")
+        return local_copy(path.removesuffix(suffix)) + suffix
+
+    def localize_entry(name: str) -> str:
+        kind, path = _parse_mixture_entry(name)
+        return name if kind == "stdlib" or not parse_url(path) else f"{kind}:{localize(path)}"
+
+    mix = {localize_entry(name): weight for name, weight in data.mix.items()}
+    return data.model_copy(update={"path": localize(data.path), "mix": mix})
 
 
 def _mixture_sources(
@@ -97,7 +102,7 @@ def _mixture_sources(
     for name in mix:
         data = job.data.model_copy(update=dict(zip(("source", "path"), _parse_mixture_entry(name))) | {"mix": {}})
         sources.append(
-            _token_sources(job.model_copy(update={"data": data}), cache or default_cache_folder(), bad_records, record)
+            _token_sources(job.model_copy(update={"data": data}), cache or cache_folder(), bad_records, record)
         )
     training, validation, tokenizers = zip(*sources)
     tokenizer = tokenizers[0] if all(tokenizer is not None for tokenizer in tokenizers) else None
@@ -264,7 +269,7 @@ def _encode_cached(
     data, new_bad_records = job.data, BadRecords(bad_records.skip)
     if parse_bpe_size(data.tokenizer):  # tokens are cached by the content of their tokenizer
         folder = cache / _cache_key(data, files)
-        with _file_lock(folder):
+        with file_lock(folder):
             load_or_train_tokenizer(data, files, folder / "tokenizer.json", new_bad_records)
         data = data.model_copy(update={"tokenizer": str(folder / "tokenizer.json")})
     folder, tokenizer = cache / _cache_key(data, files), load_tokenizer(data.tokenizer)
@@ -278,7 +283,7 @@ def _open_or_encode(
     folder: Path, open_files: Callable[[], Any], encode: Callable[[], Any], bad_records: BadRecords, new: BadRecords
 ) -> Any:
     """Opens what the cache has in `folder`; encodes it first if it is missing or damaged. `encode` fills `new`."""
-    with _file_lock(folder):
+    with file_lock(folder):
         try:
             notes, opened = parse_json((folder / "notes.json").read_bytes()), open_files()
         except (OSError, ValueError, DataError):
@@ -324,24 +329,6 @@ def _cache_key(data: DataConfig, files: Sequence[DataFile], *chat_settings: str)
     settings = (CACHE_VERSION, data.source, field, tokenizer_fingerprint(data.tokenizer), *chat_settings)
     listing = [(str(file.path.absolute()), file.size, file.mtime_ns, file.digest) for file in files]
     return f"{data.source}-{blake2b(repr((settings, listing)).encode(), digest_size=8).hexdigest()}"
-
-
-@contextmanager
-def _file_lock(folder: Path) -> Iterator[None]:
-    """Holds an exclusive lock on a folder, if its file system has locks. A killed process releases it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("w")
-    except OSError:  # a read-only cache, filled elsewhere, needs no lock
-        yield
-        return
-    with lock:
-        try:
-            if fcntl:
-                fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:
-            pass
-        yield
 
 
 def _check_vocab(owner: str, vocab: int, job: Job) -> None:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.collectives import all_gather
-from shardwise.comm.objects import all_gather_json
+from shardwise.comm.objects import all_gather_json, broadcast_json
 from shardwise.console import format_ranks, pluralize
 from shardwise.data.sample_stream import Samples
 from shardwise.errors import RunError
@@ -274,12 +274,10 @@ class CorruptionDetector:
 
     def _record_quarantine(self, corruption: Corruption) -> None:
         """Adds the rank to `quarantine.json`; raises `RunError` if it was found corrupt too often."""
-        rank, quarantined = corruption.ranks[0], dict[str, list[Any]]()
-        if self.quarantine_file.exists():
+        rank, found = corruption.ranks[0], dict[str, Any]()
+        if self.engine.mesh.rank == 0 and self.quarantine_file.exists():
             found = parse_record(self.quarantine_file.read_bytes()) or {}  # a damaged file counts from 0 again
-            quarantined = {key: entries for key, entries in found.items() if isinstance(entries, list)}
-        if self.world > 1:
-            dist.barrier()  # all ranks have read the file before rank 0 rewrites it
+        quarantined = {key: entries for key, entries in broadcast_json(found).items() if isinstance(entries, list)}
         entries, host = quarantined.setdefault(str(rank), []), self.hosts[rank]
         now = round(time.time(), 3)
         entries.append({"time": now, "step": corruption.step, "tensor": corruption.label, "host": host})

@@ -22,6 +22,7 @@ from shardwise.job import Job
 from shardwise.launch.cluster_environment import ClusterEnvironment
 from shardwise.launch.worker import run_worker
 from shardwise.layout import Layout
+from shardwise.object_store import parse_url
 from shardwise.train.local_machine import check_compiler, choose_plan, pick_device, plan_record
 from shardwise.train.run_folder import RunFolder
 from shardwise.workers.fork_server import ForkServer
@@ -76,6 +77,7 @@ def launch(
     if environment is not None and (node := environment.node) is not None:
         slots, timeouts = layout.world // node.count, (job.run.join_timeout, job.run.node_patience)
         worker_pool = NodeCoordinator(folder.path, server, slots, node, log_event, *timeouts)
+        worker_pool.url = parse_url(folder.place)
     supervisor = Supervisor(
         folder.path, worker_pool, entry, str(layout), layout.world, job.run.max_restarts, job.run.hang_timeout, folder,
         log_event, replan=partial(replan, folder, job) if job.run.elastic else None,

@@ -2,23 +2,23 @@
 
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from shardwise.comm.objects import broadcast_json
 from shardwise.console import format_count, pluralize
 from shardwise.data.input_files import BadRecords, DataRecord
 from shardwise.data.make_sources import Sources, make_sources
-from shardwise.data.sample_stream import SampleStream, Source
-from shardwise.data.tokenizer import Tokenizer
+from shardwise.data.sample_stream import Source
 from shardwise.errors import EXIT_UNFINISHED, JobError, LayoutError, RunError, UserError
 from shardwise.files import write_text
 from shardwise.job import Job, RunConfig, load_job
@@ -27,12 +27,14 @@ from shardwise.launch.launch import WORKER_ENTRY_POINT, check_layout_fits, has_f
 from shardwise.launch.worker import init_distributed
 from shardwise.layout import AUTO_SCHEDULES, Layout
 from shardwise.metrics.trackers import check_tracker_installed
+from shardwise.object_store import parse_url
 from shardwise.parallel.prepare import Prepared, prepare
 from shardwise.parallel.tables.table_engine import check_host_memory
 from shardwise.train import local_machine
 from shardwise.train.generate import generate, load_model
 from shardwise.train.run_folder import RunFolder, check_history, check_same_run
-from shardwise.train.validate import byte_frequency_bits
+from shardwise.train.run_store import RunStore, local_folder
+from shardwise.train.run_uploader import RunUploader, agent_folder
 from shardwise.train.warm_start import check_start, name_step
 from shardwise.watch.report_page import print_end_of_run
 from shardwise.workers.fork_server import ForkServer
@@ -41,7 +43,6 @@ from shardwise.workers.run_owner import own_run
 
 STATE_COPIES = 2  # of the parameters that every optimizer keeps in float32: weights and gradients
 MAX_EPOCHS, MAX_LEARNING_RATE = 100, 10.0  # beyond these, a warning
-FREQUENCY_SAMPLES = 512  # training samples whose bytes are counted for the frequency table
 DEMO = Path(__file__).parent.parent / "demo.toml"
 Say = Callable[[str], None]
 Check = Callable[[Prepared, Say], None]
@@ -71,7 +72,7 @@ def start_training(
         folder = load_job(job_file, settings).run.folder
         if not folder:
             raise JobError("--continue needs the folder of the run; set run.folder.")
-        given = replace(given, resume=Path(folder) if (Path(folder) / "job.toml").is_file() else None)
+        given = replace(given, resume=Path(folder) if RunFolder.exists(folder) else None)
 
     def load() -> Job:
         if job_file is None and resume is None and given.environment.reads_job:
@@ -96,7 +97,9 @@ def _start(load: Callable[[], Job], say: Say, options: StartOptions) -> tuple[Ru
     environment, node = options.environment, options.environment.node
     environment.export()
     if environment.world_size is not None:
-        return _start_run(load(), say, options, None)
+        if parse_url(options.resume or (job := load()).run.folder):
+            raise JobError("a run in an object store needs --node instead of torchrun or one task of srun per process.")
+        return _start_run(job, say, options, None)
     # Started first, because a process without threads or PyTorch state is safe to fork.
     fork_server = ForkServer(WORKER_ENTRY_POINT.partition(":")[0])
     try:
@@ -106,7 +109,9 @@ def _start(load: Callable[[], Job], say: Say, options: StartOptions) -> tuple[Ru
                 run = load().run  # node 0 alone needs the job
             except UserError:
                 run = RunConfig()
-            return None, NodeAgent(node, fork_server, run.join_timeout).run()
+            with ExitStack() as uploading:
+                prepare_folder = agent_folder(f"node {node.index}", uploading)
+                return None, NodeAgent(node, fork_server, run.join_timeout, prepare_folder).run()
         return _start_run(load(), say, options, fork_server)
     finally:
         fork_server.close()
@@ -115,13 +120,16 @@ def _start(load: Callable[[], Job], say: Say, options: StartOptions) -> tuple[Ru
 def _start_run(
     job: Job, say: Say, options: StartOptions, fork_server: ForkServer | None
 ) -> tuple[RunFolder, bool]:  # fmt: skip
-    resumed = RunFolder.open(options.resume) if options.resume is not None else None
-    job = name_step(job, None if resumed is None else resumed.job())
     with ExitStack() as ownership:
-        environment, previous_job = options.environment, job
+        environment, resumed, store = options.environment, None, None
+        if options.resume is not None:
+            url = parse_url(options.resume)
+            resumed = RunFolder(local_folder(url)) if url else RunFolder.open(options.resume)
+            store = _own(resumed, say, fork_server, ownership) if environment.is_main else None
+            if store is not None:
+                store.restore(say)
+        job = previous_job = name_step(job, None if resumed is None else resumed.job())
         nodes = environment.node.count if environment.node is not None else 1
-        if resumed is not None and environment.is_main:
-            ownership.enter_context(own_run(resumed.path, say, fork_server))
         if resumed is not None:
             previous_job = resumed.job()
             check_same_run(previous_job, job)
@@ -142,7 +150,7 @@ def _start_run(
             options.check(prepared, say)
         folder = _open_folder(job, resumed, layout, environment)
         if resumed is None and environment.is_main:
-            ownership.enter_context(own_run(folder.path, say, fork_server))
+            store = _own(folder, say, fork_server, ownership)
         if environment.is_main:
             write_text(folder.path / "job.toml", job.to_toml())
             folder.write_plan(record)
@@ -156,17 +164,35 @@ def _start_run(
                 folder.log_event("steps_changed", change, steps=job.total_steps)
                 say(f"steps_changed: {change}")
             for kind, message in events:
-                folder.log_event(kind, message)
-                say(f"{kind}: {message}")
+                _log_event(folder, say, kind, message)
+        if store is not None:
+            uploader = RunUploader(store, partial(_log_event, folder, say), job.checkpoint.keep)
+            ownership.enter_context(uploader.running())
         launch(folder, layout, resume=resumed is not None, fork_server=fork_server, environment=environment)
-    is_finished = has_finished(folder)
-    if environment.is_main:
-        print_end_of_run(folder.path, say)
-        if is_finished:
-            summarize(folder, job, say)
-        else:
-            say(f"to resume: shardwise train --resume {folder.path}")
+        is_finished = has_finished(folder)
+        if environment.is_main:
+            print_end_of_run(folder.path, say)
+            if is_finished:
+                summarize(folder, job, say)
+            else:
+                say(f"to resume: shardwise train --resume {folder.place}")
     return folder, is_finished
+
+
+def _own(
+    folder: RunFolder, say: Say, fork_server: ForkServer | None, ownership: ExitStack
+) -> RunStore | None:  # fmt: skip
+    """Makes this launcher the one that writes the run's folder, and its object store, if it is in one."""
+    ownership.enter_context(own_run(folder.path, say, fork_server))
+    store = RunStore.of(folder.path)
+    if store is not None:
+        ownership.enter_context(store.claimed(say, on_loss=lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    return store
+
+
+def _log_event(folder: RunFolder, say: Say, kind: str, message: str) -> None:
+    folder.log_event(kind, message)
+    say(f"{kind}: {message}")
 
 
 def _open_data(
@@ -281,9 +307,6 @@ def summarize(folder: RunFolder, job: Job, say: Callable[[str], None]) -> None:
     """Prints the summary of a run that has taken all its steps."""
     training, held_out, tokenizer = folder.sources(job)
     tokenizer = None if job.data.source == "chat" else tokenizer  # a part of a chat counts, and no text continues it
-    if tokenizer is not None and len(held_out) and job.model.targets_are_text:
-        bits = _frequency_table_bits(job, training, held_out, tokenizer)
-        say(f"for comparison: predicting bytes by their frequency gives {bits:.3f} bits per byte")
     if tokenizer is not None and job.model.is_causal_lm:
         prompt_source = held_out if len(held_out) else training
         words = tokenizer.decode(prompt_source[0]).split()[1:4]  # not the first word, which may be cut off
@@ -295,18 +318,5 @@ def summarize(folder: RunFolder, job: Job, say: Callable[[str], None]) -> None:
             text = str(error)
         say(f"generated text after {prompt!r}:")
         say("\n".join(f"  | {line}" for line in text.splitlines()))
-        say(f"for more: shardwise sample {folder.path} --prompt {shlex.quote(prompt)}")
-    say(f"run folder: {folder.path}")
-
-
-def _frequency_table_bits(job: Job, training: Source, held_out: Source, tokenizer: Tokenizer) -> float:
-    indices = np.linspace(0, len(training) - 1, min(FREQUENCY_SAMPLES, len(training))).astype(int)
-    # The samples that validation used.
-    positions = np.arange(min(job.validation.samples, len(held_out)))
-    validation_indices = SampleStream(held_out, job.seed, shuffle=False).indices(positions)
-    validation_texts = _decode_samples(held_out, tokenizer, validation_indices)
-    return byte_frequency_bits(_decode_samples(training, tokenizer, indices), validation_texts)
-
-
-def _decode_samples(source: Source, tokenizer: Tokenizer, indices: np.ndarray) -> bytes:
-    return b"".join(tokenizer.decode(source[int(index)]).encode("utf-8", "replace") for index in indices)
+        say(f"for more: shardwise sample {folder.place} --prompt {shlex.quote(prompt)}")
+    say(f"run folder: {folder.place}")

@@ -22,6 +22,7 @@ from typing import Any
 from shardwise.errors import JobError
 from shardwise.files import write_text
 from shardwise.job import load_job
+from shardwise.object_store import parse_url
 
 # Of each kind: its template, the suffix of the file that is written, and the command that takes it.
 KINDS = {
@@ -70,7 +71,8 @@ class Submission:
         in_pods, options = self.kind in ("k8s", "trainjob"), {key: value or None for key, value in self.options.items()}
         path = "/etc/shardwise/job.toml" if in_pods else str(self.job_file)
         train = [options["python"] or ("python" if in_pods else sys.executable), "-m", "shardwise", "train", path]
-        folder = Path("/workspace" if in_pods else "") / self.folder  # pods mount their volume there
+        url = parse_url(self.folder)
+        folder = url or Path("/workspace" if in_pods else "") / self.folder  # pods mount their volume there
         for setting in (*self.settings, f"run.folder={folder}", *(POD_SETTINGS if in_pods else ())):
             train += ["--set", setting]
         train += ["--continue"]
@@ -81,8 +83,10 @@ class Submission:
         if in_pods:
             values |= {"job": self.job_file.read_text().rstrip(), "train": json.dumps(train)}
             values |= {"secret": secrets.token_hex(32), "image": json.dumps(options["image"])}
-            values |= {"volume": options["volume"] or self.name}
-            values["claim"] = None if options["volume"] else fill("claim.yaml", values).rstrip()
+            has_volume = bool(options["volume"] or not url)  # a run in an object store needs none
+            values |= {"volume": options["volume"] or self.name} if has_volume else {"volume": None}
+            values["workspace"] = "/workspace" if has_volume else None
+            values["claim"] = fill("claim.yaml", values).rstrip() if has_volume and not options["volume"] else None
         elif self.kind == "ray":
             values |= {"train": repr(train), "folder": repr(os.getcwd()), "gpus": options["gpus"] or 0}
         elif self.kind == "ssh":

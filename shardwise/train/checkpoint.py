@@ -13,7 +13,8 @@ Guarantees
 - Loading never runs code: the pickle is not read, and shards are loaded with `weights_only`.
 - An asynchronous save blocks training only for the copy to host memory; later steps do not alter the copy.
 - Loading is bitwise exact, also into another layout.
-- Every rank reaches the same decision. All ranks must share one file system.
+- Every rank reaches the same decision. All ranks share one run folder, or the ranks of each node do: then the run is in
+  an object store (`shardwise.train.run_store`), each node keeps its own shards, and a load downloads the others.
 
 A checkpoint has `weights.<name>`, `optimizer.<name>.<key>`, `buffers.<name>`, `scale.<key>` (dynamic loss scale),
 `outer.<name>.<key>` (local SGD) and the tensors of `shardwise.train.error_feedback`. Replicas that local SGD lets
@@ -45,6 +46,7 @@ from shardwise.parallel.engine import Engine
 from shardwise.train import checkpoint_folder, error_feedback
 from shardwise.train.checkpoint_folder import CheckpointGroup, list_checkpoints, valid_checkpoints
 from shardwise.train.dcp_storage import CheckpointPiece, Index, Pieces, dtype_of, read_index, read_pieces, write_pieces
+from shardwise.train.run_store import RunStore, find_newest_valid
 from shardwise.workers.snapshots import SnapshotStore
 
 __all__ = ["CheckpointManager", "valid_checkpoints", "load_weights"]
@@ -58,7 +60,9 @@ class CheckpointManager:
         self.folder, self.keep, self.asynchronous = folder, keep, asynchronous
         self.damaged: list[str] = []  # problems of the checkpoints that the last `load` skipped, as sentences
         self.source = ""  # where the last `load` found its state: "memory", "disk", or "" if there was none
-        self.group = CheckpointGroup.create()
+        self.store = RunStore.of(folder.parent)
+        self.on_wait: Callable[[], None] = lambda: None  # called while a checkpoint is downloaded, which may take long
+        self.group = CheckpointGroup.create("" if self.store is None else self.store.id)
         # In a process group of their own, so that they need not wait for a save.
         self.snapshots = (
             None if snapshots is None else SnapshotStore(snapshots, layout, CheckpointGroup.create().all_gather)
@@ -71,7 +75,7 @@ class CheckpointManager:
         self._can_stage = threading.Event()
         self._can_stage.set()
         self._damaged_paths: set[Path] = set()
-        self.group.on_rank_zero(self._prepare_folder)
+        self.group.on_leaders(self._prepare_folder)
 
     def save(self, step: int, engine: Engine, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         """Saves everything that training resumes from, after the previous save, whose error it raises. `state` is a
@@ -122,7 +126,7 @@ class CheckpointManager:
             saved = checkpoint_folder.shared_list(self.folder, self.group)
             if all(number <= snapshot["step"] for number, _ in saved):
                 return self._load_snapshot(snapshot, engine, optimizer)
-        choice = checkpoint_folder.find_newest_valid(self.folder, self.group, step)
+        choice = find_newest_valid(self.folder, self.group, step, self.store, self.on_wait)
         self.damaged = [sentence for _, sentence in choice.damaged]
         self._damaged_paths.update(path for path, _ in choice.damaged)
         if snapshot is not None and (choice.path is None or choice.manifest["step"] < snapshot["step"]):
@@ -149,7 +153,7 @@ class CheckpointManager:
         self._wait()
         if self.snapshots is not None:
             self.snapshots.discard_after(step)
-        self.group.on_rank_zero(lambda: self._remove_after(step))
+        self.group.on_leaders(lambda: self._remove_after(step))
 
     # Internals
 
@@ -211,28 +215,44 @@ class CheckpointManager:
     def _write(self, step: int, pieces: Pieces, metadata: str) -> None:
         temporary: Path | None = None
         try:
-            created = self.group.on_rank_zero(lambda: str(checkpoint_folder.create_partial(self.folder, step)))
-            temporary = Path(created)
+            created = self.group.on_rank_zero(lambda: checkpoint_folder.create_partial(self.folder, step).name)
+            temporary = self.folder / created
+            self.group.on_leaders(lambda: temporary.mkdir(exist_ok=True))
             files = write_pieces(temporary, pieces, self.group)
             manifest = {**json.loads(metadata), "torch": torch.__version__, "world": self.group.size, "files": files}
-            self.group.on_rank_zero(lambda: self._commit(step, temporary, manifest))
+            name, kept = self.group.on_rank_zero(lambda: self._commit(step, temporary, manifest))
+            self.group.on_leaders(lambda: self._follow(temporary, name, kept))
         except Exception as error:
-            if temporary is not None and self.group.rank == 0:
+            if temporary is not None and self.group.rank == self.group.sharing[0]:
                 shutil.rmtree(temporary, ignore_errors=True)
             raise RunError(
                 f"the checkpoint of step {step} could not be written to {self.folder}: {error}. "
                 "Earlier checkpoints are intact; check free space and write permission."
             ) from error
 
-    def _commit(self, step: int, temporary: Path, manifest: dict[str, Any]) -> None:
+    def _commit(self, step: int, temporary: Path, manifest: dict[str, Any]) -> tuple[str, list[str]]:
+        """Returns the name of the checkpoint, and the names of those that are kept."""
         checkpoint_folder.write_manifest(temporary, manifest)
-        fsync_and_rename(temporary, checkpoint_folder.next_free_path(self.folder, step))
+        path = checkpoint_folder.next_free_path(self.folder, step)
+        fsync_and_rename(temporary, path)
         self._remove_old()
+        return path.name, [kept.name for _, kept in list_checkpoints(self.folder)]
+
+    def _follow(self, temporary: Path, name: str, kept: list[str]) -> None:
+        """Does in the folder of another node what rank 0 did in its own."""
+        if self.group.rank == 0:
+            return
+        for _, path in list_checkpoints(self.folder):
+            if path.name not in kept or path.name == name:
+                checkpoint_folder.remove_checkpoint(path)
+        fsync_and_rename(temporary, self.folder / name)
+        checkpoint_folder.remove_partials(self.folder)
 
     def _remove_old(self) -> None:
         """Removes checkpoints older than the newest `keep` valid ones, and other saves of those same steps."""
         newest: dict[int, Path] = {}
-        for step, path in valid_checkpoints(self.folder):
+        of_all_nodes = valid_checkpoints if self.group.has_one_folder else list_checkpoints  # else files are elsewhere
+        for step, path in of_all_nodes(self.folder):
             if path not in self._damaged_paths and len(newest) < self.keep:
                 newest.setdefault(step, path)
         for step, path in list_checkpoints(self.folder):
@@ -243,6 +263,8 @@ class CheckpointManager:
     def _remove_after(self, step: int) -> None:
         for number, path in list_checkpoints(self.folder):
             if number > step:
+                if self.store is not None:
+                    self.store.undone_mark(path.name).touch()
                 checkpoint_folder.remove_checkpoint(path)
 
 

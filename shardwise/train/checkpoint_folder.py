@@ -17,7 +17,7 @@ import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,6 +33,8 @@ MANIFEST_FILE = "manifest.json"
 # The second number counts repeated saves of a step: an existing folder, maybe a damaged one, is not overwritten.
 FOLDER_PATTERN = re.compile(r"step-(\d+)(?:\.(\d+))?")
 
+FILE_PATTERN = re.compile(r"(?!\.\.?$)[\w.-]+")  # a manifest may come from elsewhere: no path leads out of its folder
+
 T = TypeVar("T")
 
 
@@ -43,12 +45,31 @@ class CheckpointGroup:
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
+    sharing: tuple[int, ...] = (0,)
+    """The ranks that share this rank's run folder: all, unless the run is in an object store and has several nodes."""
 
     @classmethod
-    def create(cls) -> CheckpointGroup:
+    def create(cls, folder_id: str = "") -> CheckpointGroup:
+        """`folder_id`: differs between ranks that do not share a run folder."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls()
-        return cls(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", group_desc="checkpoint"))
+        group = cls(dist.get_rank(), dist.get_world_size(), dist.new_group(backend="gloo", group_desc="checkpoint"))
+        ids = group.all_gather(folder_id)
+        return replace(group, sharing=tuple(rank for rank in range(group.size) if ids[rank] == folder_id))
+
+    @property
+    def has_one_folder(self) -> bool:
+        return len(self.sharing) == self.size
+
+    def on_leaders(self, function: Callable[[], object]) -> None:
+        """Calls `function` on the first rank of every run folder; raises the first error on every rank."""
+        problem = ""
+        try:
+            function() if self.rank == self.sharing[0] else None
+        except Exception as error:
+            problem = str(error) if self.has_one_folder else f"rank {self.rank}: {error}"
+        if problems := [found for found in self.all_gather(problem) if found]:
+            raise CheckpointError(problems[0])
 
     def all_gather(self, value: T) -> list[T]:
         """Returns the values of all ranks, on every rank."""
@@ -76,8 +97,8 @@ def list_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     """Returns step and path of every folder named like a finished checkpoint, newest first."""
     if not folder.is_dir():
         return []
-    finished = [(int(match[1]), path) for path in folder.iterdir() if (match := FOLDER_PATTERN.fullmatch(path.name))]
-    return sorted(finished, key=lambda item: (item[0], _save_number(item[1])), reverse=True)
+    finished = [path for path in folder.iterdir() if FOLDER_PATTERN.fullmatch(path.name)]
+    return [(save_order(path.name)[0], path) for path in sorted(finished, key=lambda path: save_order(path.name))[::-1]]
 
 
 def shared_list(folder: Path, group: CheckpointGroup) -> list[tuple[int, Path]]:
@@ -92,21 +113,22 @@ def valid_checkpoints(folder: Path) -> list[tuple[int, Path]]:
     for step, path in list_checkpoints(folder):
         with suppress(DamagedCheckpoint):
             files = read_manifest(path)["files"]
-            if not any(_file_problem(path, name, info, size_only=True) for name, info in files.items()):
+            if not any(file_problem(path, name, info, size_only=True) for name, info in files.items()):
                 valid.append((step, path))
     return valid
 
 
 def next_free_path(folder: Path, step: int) -> Path:
     """Returns a free path for a step. A folder cannot be replaced atomically, so an existing one is kept."""
-    taken = [_save_number(path) for number, path in list_checkpoints(folder) if number == step]
+    taken = [save_order(path.name)[1] for number, path in list_checkpoints(folder) if number == step]
     name = f"step-{step:08d}"
     return folder / (f"{name}.{max(taken) + 1}" if taken else name)
 
 
-def _save_number(path: Path) -> int:
-    match = FOLDER_PATTERN.fullmatch(path.name)
-    return int(match[2] or 0) if match else 0
+def save_order(name: str) -> tuple[int, int]:
+    """Returns the step of a checkpoint and the number of its save."""
+    match = FOLDER_PATTERN.fullmatch(name)
+    return (int(match[1]), int(match[2] or 0)) if match else (-1, 0)
 
 
 class DamagedCheckpoint(Exception):
@@ -122,8 +144,11 @@ class CheckpointChoice:
     damaged: list[tuple[Path, str]]
 
 
-def find_newest_valid(folder: Path, group: CheckpointGroup, step: int | None = None) -> CheckpointChoice:
-    """Returns the newest checkpoint, or that of `step`, whose files all match their hashes; skips damaged ones."""
+def find_newest_valid(
+    folder: Path, group: CheckpointGroup, step: int | None = None, prepare: Callable[[Path], None] = lambda path: None
+) -> CheckpointChoice:
+    """Returns the newest checkpoint, or that of `step`, whose files all match their hashes; skips damaged ones.
+    `prepare` is called, on every rank, for each one before it is verified."""
     candidates = shared_list(folder, group)
     if step is not None and step not in dict(candidates):
         available = ", ".join(str(number) for number, _ in candidates) or "none"
@@ -132,6 +157,7 @@ def find_newest_valid(folder: Path, group: CheckpointGroup, step: int | None = N
     for number, path in candidates:
         if step is not None and number != step:
             continue
+        prepare(path)
         problems, manifest = verify_checkpoint_files(path, group)
         if not problems:
             return CheckpointChoice(path, manifest, damaged)
@@ -143,29 +169,39 @@ def find_newest_valid(folder: Path, group: CheckpointGroup, step: int | None = N
 
 
 def verify_checkpoint_files(path: Path, group: CheckpointGroup) -> tuple[list[str], dict[str, Any]]:
-    """Returns a checkpoint's problems and its manifest; the ranks divide the files among them."""
+    """Returns a checkpoint's problems and its manifest; the ranks that share a folder divide its files among them."""
     try:
         manifest = group.on_rank_zero(lambda: read_manifest(path))
     except DamagedCheckpoint as error:
         return [str(error)], {}
     by_size = sorted(manifest["files"].items(), key=lambda item: -item[1]["bytes"])
-    own = by_size[group.rank :: group.size]
+    own = by_size[group.sharing.index(group.rank) :: len(group.sharing)]
     with ThreadPoolExecutor(num_threads(sum(info["bytes"] for _, info in own))) as pool:
-        problems = list(pool.map(lambda file: _file_problem(path, *file), own))
+        problems = list(pool.map(lambda file: file_problem(path, *file), own))
     return sorted(problem for part in group.all_gather(problems) for problem in part if problem), manifest
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
     try:
-        manifest = parse_json((path / MANIFEST_FILE).read_bytes())
-    except FileNotFoundError:
-        raise DamagedCheckpoint(f"{MANIFEST_FILE} is missing") from None
-    except (OSError, ValueError) as error:
+        return parse_manifest((path / MANIFEST_FILE).read_bytes())
+    except OSError as error:
+        problem = "is missing" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
+        raise DamagedCheckpoint(f"{MANIFEST_FILE} {problem}") from None
+
+
+def parse_manifest(content: bytes) -> dict[str, Any]:
+    try:
+        manifest = parse_json(content)
+    except ValueError as error:
         raise DamagedCheckpoint(f"{MANIFEST_FILE} cannot be read ({error})") from None
     if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _digest(manifest):
         raise DamagedCheckpoint(f"{MANIFEST_FILE} has changed since it was written")
-    if manifest["format"] != FORMAT_VERSION:
-        raise DamagedCheckpoint(f"{MANIFEST_FILE} has format {manifest['format']}; this version reads {FORMAT_VERSION}")
+    if (version := manifest.get("format")) != FORMAT_VERSION:
+        raise DamagedCheckpoint(f"{MANIFEST_FILE} has format {version}; this version reads {FORMAT_VERSION}")
+    for name, info in files.items() if isinstance(files := manifest.get("files"), dict) else [("", None)]:
+        is_info = isinstance(info, dict) and type(info.get("bytes")) is int and isinstance(info.get("sha256"), str)
+        if not is_info or not FILE_PATTERN.fullmatch(name):
+            raise DamagedCheckpoint(f"{MANIFEST_FILE} names {name!r}, which is no file of a checkpoint")
     return manifest
 
 
@@ -180,7 +216,7 @@ def _digest(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _file_problem(path: Path, name: str, file_info: dict[str, Any], size_only: bool = False) -> str | None:
+def file_problem(path: Path, name: str, file_info: dict[str, Any], size_only: bool = False) -> str | None:
     try:
         size = (path / name).stat().st_size
         if size != file_info["bytes"]:

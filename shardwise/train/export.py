@@ -213,7 +213,7 @@ def export_run(
         raise JobError(f"--dtype {dtype} is not one of auto, {', '.join(DTYPES)}.")
     if out.exists():
         raise JobError(f"{out} exists; give a folder that does not, so that nothing is overwritten.")
-    folder = RunFolder.open(run)
+    folder = RunFolder.open(run, weights=True, step=step)
     choice = find_newest_valid(folder.checkpoints, CheckpointGroup(), step)
     if choice.path is None:
         raise CheckpointError(f"{run} has no checkpoint to export; train it first.")

@@ -21,7 +21,7 @@ def sample_run(run: Path, prompt: str, tokens: int, temperature: float, seed: in
     """Returns the text that `shardwise sample` prints."""
     if not temperature >= 0:
         raise JobError(f"--temperature {temperature}: it must be 0 or more.")
-    folder = RunFolder.open(run)
+    folder = RunFolder.open(run, weights=True)
     job = folder.job()
     decoder = job.require_decoder()
     tokenizer = load_run_tokenizer(folder, job)

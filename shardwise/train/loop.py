@@ -83,6 +83,7 @@ class TrainingLoop:
         takes_snapshots = self.job.checkpoint.snapshot_every and not self.engine.has_tables  # tables are too large
         snapshots = Path(self.snapshots) if self.snapshots and takes_snapshots else None
         self.checkpoints = CheckpointManager(self.folder.checkpoints, keep, asynchronous, snapshots, str(self.layout))
+        self.checkpoints.on_wait = lambda: self.set_phase("loading", 0)
         self.progress = Progress(self.job.total_steps, self.is_rank_zero, self.job.model.throughput_unit)
         # While opening the sources, every rank finds the same bad records, so only rank 0 logs them. Each later one is
         # found by a single rank.
@@ -101,7 +102,7 @@ class TrainingLoop:
             writes_later=self.overlaps_host,
         )  # fmt: skip
         self.anomaly_policy = AnomalyPolicy(
-            self.job, self.engine, self._can_replay(), lambda: len(self.folder.skipped_batches()), self._log_event
+            self.job, self.engine, self._can_replay(), lambda: len(self._skipped_batches()), self._log_event
         )
 
     def _make_step_fn(self) -> Callable[[Samples], StepResult]:
@@ -133,7 +134,7 @@ class TrainingLoop:
         loader = Loader(
             stream, self.job.samples, data.size, data.index, first,
             workers=self.job.data.workers, prefetch=self.job.data.prefetch, device=self.device,
-            skipped_batches=self.folder.skipped_batches(),
+            skipped_batches=self._skipped_batches(),
         )  # fmt: skip
         self.engine.begin_stream(self.job, stream)
         batches = iter(loader)
@@ -195,6 +196,10 @@ class TrainingLoop:
             loader.close()
             self.metrics.flush()
 
+    def _skipped_batches(self) -> list[tuple[int, int]]:
+        """Returns the list of rank 0, on every rank: other nodes may have no copy of it."""
+        return [(step, count) for step, count in broadcast_json(self.is_rank_zero and self.folder.skipped_batches())]
+
     def _restore(self) -> int:
         """Loads the newest checkpoint when resuming. Returns the step to continue from."""
         if not self.resume:
@@ -208,6 +213,8 @@ class TrainingLoop:
         if state is None:
             load_start(self.job, self.engine, self.optimizer, self.checkpoints.group)
         first = 0 if state is None else int(state["step"])
+        if self.checkpoints.store is not None:  # what could not be loaded here must not turn up elsewhere later
+            self.checkpoints.rewind(first)
         stream = getattr(self.training, "stream", None)
         if stream is not None and state is not None and state["dataset"] is not None:
             index, stream.states[index] = state["dataset"]
@@ -292,8 +299,6 @@ class TrainingLoop:
                 self.folder.add_skip(first, reason.step - first)
         if self.is_rank_zero:
             self.folder.discard_after(first)
-        if self.engine.mesh["world"].size > 1:
-            dist.barrier()  # so that all ranks read the same list of skipped batches
         self._log_event("rollback", f"{reason}; {action}.", step=reason.step)
         self.step = self._make_step_fn()
         return first

@@ -9,6 +9,7 @@ data.json        fingerprints of the files read owner.json       the launcher th
 heartbeats/      heartbeats of the ranks        doctor/          diagnoses of dead and hung ranks
 skips.json       batches skipped after loss spikes
 quarantine.json  ranks on which silent data corruption was found
+store.json       of a local copy: the URL of the run (`shardwise.train.run_store`)
 """
 
 import errno
@@ -30,7 +31,9 @@ from shardwise.data.tokenizer import HuggingFaceTokenizer, Tokenizer, tokenizer_
 from shardwise.errors import CheckpointError, DataError, JobError, RunError
 from shardwise.files import atomic_write, parse_json, parse_record, write_text
 from shardwise.job import Job, load_job
+from shardwise.object_store import ObjectStore, parse_url
 from shardwise.train.checkpoint_folder import list_checkpoints, read_manifest, valid_checkpoints
+from shardwise.train.run_store import RunStore, fetch_run, local_folder
 
 DISK_FULL_TIMEOUT = 5.0  # seconds to wait for space on a full disk: a checkpoint that did not fit gets removed
 
@@ -47,7 +50,11 @@ class RunFolder:
     def create(cls, job: Job) -> "RunFolder":
         """Creates the folder of a job: `run.folder`, or the next number in `runs/`."""
         try:
-            folder = cls(Path(job.run.folder) if job.run.folder else _make_next_folder(Path("runs")))
+            if url := parse_url(job.run.folder):
+                folder = cls(local_folder(url))
+                RunStore(folder.path).begin(job.to_toml())
+            else:
+                folder = cls(Path(job.run.folder) if job.run.folder else _make_next_folder(Path("runs")))
             folder.path.mkdir(parents=True, exist_ok=True)
             try:
                 (folder.path / "job.toml").touch(exist_ok=False)  # of several processes at once, one gets the folder
@@ -62,10 +69,23 @@ class RunFolder:
         return folder
 
     @classmethod
-    def open(cls, path: Path) -> "RunFolder":
+    def open(cls, path: Path, weights: bool = False, step: int | None = None) -> "RunFolder":
+        """Opens a run; of one in an object store, a copy to read, with its checkpoint (of `step`) if `weights`."""
+        path = fetch_run(path, weights, step)
         if not (path / "job.toml").is_file():
             raise JobError(f"{path} is not a run folder: it has no job.toml.")
         return cls(path)
+
+    @staticmethod
+    def exists(path: str) -> bool:
+        """Whether a folder or URL has a run."""
+        url = parse_url(path)
+        return ObjectStore(url).read("job.toml") is not None if url else (Path(path) / "job.toml").is_file()
+
+    @property
+    def place(self) -> str:
+        """What the user calls this run: the folder, or the URL of which it is a copy."""
+        return store.url if (store := RunStore.of(self.path)) else str(self.path)
 
     def job(self) -> Job:
         return load_job(self.path / "job.toml")
@@ -242,7 +262,10 @@ def check_history(folder: RunFolder, job: Job) -> None:
 
 
 def check_none_lost(folder: RunFolder) -> None:
-    """Raises CheckpointError if a run that has no checkpoint has had one: it would start again at step 0."""
+    """Raises CheckpointError if a run that has no checkpoint has had one: it would start again at step 0. An object
+    store may get events earlier than checkpoints; `RunStore.restore` knows what it has had."""
+    if folder.place != str(folder.path):
+        return
     started = saved = 0  # the step of the last save that began, and of the last that was completed
     for event in folder.events():
         kind, step = event.get("event"), event.get("step")

@@ -82,9 +82,3 @@ def _mask_beyond(samples: Samples, indices: np.ndarray, count: int) -> Samples:
     """Ignores the targets of samples at or beyond `count`, which pad the last batch."""
     beyond = torch.from_numpy(indices >= count)
     return Samples(samples.tokens, samples.targets.masked_fill(beyond[:, None], IGNORE_INDEX), samples.ids)
-
-
-def byte_frequency_bits(training: bytes, held_out: bytes) -> float:
-    """Returns the bits per byte of a model that predicts each byte by its frequency in the training text."""
-    counts = np.bincount(np.frombuffer(training, np.uint8), minlength=256) + 1.0
-    return float(-np.log2(counts / counts.sum())[np.frombuffer(held_out, np.uint8)].mean())

@@ -15,6 +15,7 @@ from shardwise.job import Job
 from shardwise.models.chain import Chain, InitialValues
 from shardwise.models.config import split_step
 from shardwise.models.lora import AdaptedWeights
+from shardwise.object_store import parse_url
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.prepare import Prepared
 from shardwise.train.checkpoint import collect_pieces, share_tied_weights
@@ -28,6 +29,8 @@ def _parse(job: Job) -> tuple[Path, int | None] | None:
     if job.model.weights in ("", "random") or job.model.weights_folder is not None:
         return None
     path, step = split_step(job.model.weights)
+    if parse_url(path):
+        raise CheckpointError(f"model.weights = {str(path)!r}: give a local run, or `shardwise export` this one.")
     if step and not (step.isdecimal() and len(step) < 16):
         raise CheckpointError(f"model.weights = {job.model.weights!r}: {step!r} is no step; write RUN@200.")
     return path, int(step) if step else None

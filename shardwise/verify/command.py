@@ -14,9 +14,8 @@ import torch
 
 import shardwise
 from shardwise.console import format_count, pluralize
-from shardwise.data.make_sources import default_cache_folder
 from shardwise.errors import JobError, UserError
-from shardwise.files import write_text
+from shardwise.files import cache_folder, write_text
 from shardwise.job import BatchConfig, GradientConfig, Job, load_job
 from shardwise.layout import AXES, Layout
 from shardwise.parallel.prepare import Prepared, meta_model, prepare
@@ -121,7 +120,7 @@ def prove(prepared: Prepared, say: Callable[[str], None]) -> None:
     exact = {"precision": "float64", "compile": False, "gradient": GradientConfig()}  # without lossy compression
     job = shrink_model(prepared.job).model_copy(update=exact)
     job = shrink_batch(job, [layout])
-    path = default_cache_folder() / "proofs" / f"{_fingerprint(prepared, job, layout)}.json"
+    path = cache_folder() / "proofs" / f"{_fingerprint(prepared, job, layout)}.json"
     if path.exists():
         say(f"proof:  layout '{layout}' equals one process (cached)")
         return

@@ -21,7 +21,8 @@ ACTION_NAMES = {"F": "forward", "B": "backward", "I": "backward (input)", "W": "
 
 def write_trace(folder: Path, out: Path | None) -> tuple[Path, int]:
     """Writes the trace. Returns its path and its number of events."""
-    run, path = RunData(folder), out or folder / "trace.json"
+    run = RunData(folder)
+    path = out or run.path / "trace.json"
     require_parent_folder(path)
     if not run.category_seconds:
         raise JobError(f"{folder} has no per-rank step times to trace: its ranks.jsonl is missing or empty.")

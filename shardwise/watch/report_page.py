@@ -57,7 +57,7 @@ def _fill_template(name: str, **values: str) -> str:
 def write_report(folder: Path) -> Path:
     """Writes report.html into the run folder and returns its path."""
     run = RunData(folder)
-    path = folder / "report.html"
+    path = run.path / "report.html"
     write_text(path, render_page(page_data(run), f"{run.name}: {run.status}"))
     return path
 

@@ -16,16 +16,18 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.errors import JobError, LayoutError
+from shardwise.errors import JobError, LayoutError, StoreError
 from shardwise.files import parse_record, parse_toml
 from shardwise.job import load_job
 from shardwise.layout import Layout
 from shardwise.metrics.rank_metrics import MEMORY_KINDS, PHASES, SCALAR_METRICS, WAIT_AXES
+from shardwise.train.run_store import fetch_run
 
 # Where step time goes: the fields of ranks.jsonl, then the remainder.
 _FIELDS = *(("phase_seconds", name) for name in PHASES), *(("wait_seconds", axis) for axis in WAIT_AXES)
 TIME_CATEGORIES = *_FIELDS, ("phase_seconds", "other")
 HEARTBEAT_TIMEOUT = 15.0  # seconds without a heartbeat of any rank after which a run does not count as running
+FETCH_SECONDS = 10.0  # between looks into the object store of a run
 JsonObject = dict[str, Any]
 PLAN_TYPES = {"world": int, "layout": str, "micro_batches": int, "stages": list, "order": list, "predicted": dict,
               "rejected": list, "reason": str}  # fmt: skip
@@ -65,6 +67,8 @@ class RunData:
     """The job, plan, metrics, per-rank step times and events of a run. `read` picks up what is new."""
 
     def __init__(self, path: Path):
+        self._given, self._next_fetch = path, time.monotonic() + FETCH_SECONDS
+        path = fetch_run(path)
         if not (path / "job.toml").is_file():
             raise JobError(f"{path} is not a run folder: it has no job.toml.")
         self.path, self.config_version = path, ""
@@ -103,6 +107,10 @@ class RunData:
             self.config_version = config_version
 
     def read(self) -> None:
+        if self._given != self.path and time.monotonic() > self._next_fetch:
+            with suppress(StoreError):  # shows what it has until the store answers again
+                fetch_run(self._given)
+            self._next_fetch = time.monotonic() + FETCH_SECONDS
         self._load_config()
         for log in self.logs:
             log.read()

@@ -233,14 +233,18 @@ def _describe_stall(state: RankState, now: float) -> str:
 # Live ranks
 
 
-def request_dumps(run: Path, ranks: Iterable[int], timeout: float, send_signal: Callable[[], None]) -> None:
-    """Makes these ranks dump stacks and collectives, and waits for the files. `send_signal` sends SIGUSR1."""
+def request_dumps(
+    run: Path, ranks: Iterable[int], timeout: float, send_signal: Callable[[], None],
+    wait: Callable[[float], None] = time.sleep,
+) -> None:  # fmt: skip
+    """Makes these ranks dump stacks and collectives, and waits for the files. `send_signal` sends SIGUSR1; `wait`
+    receives files of other nodes."""
     requested_at = time.time()
     send_signal()
     deadline = time.monotonic() + timeout
     files = [heartbeat_folder(run) / f"rank-{rank}.collectives" for rank in ranks]
     while time.monotonic() < deadline and not all(_is_fresh(file, requested_at) for file in files):
-        time.sleep(0.01)
+        wait(0.01)
 
 
 def _is_fresh(file: Path, requested_at: float) -> bool:

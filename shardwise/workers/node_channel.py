@@ -40,6 +40,8 @@ SECRET_HELP = "set SHARDWISE_SECRET to the same value on every node, or SHARDWIS
 # The form of every message. Of a value: its type, its choices, a pattern, [form of the items], {rank: form}.
 SIGNALS = tuple(map(int, (signal.SIGINT, signal.SIGKILL, signal.SIGTERM, signal.SIGUSR1)))
 RANK, HEARTBEAT, SNAPSHOT_KEY = range(1 << 20), {"heartbeat": int}, re.compile("[0-9a-f]{12}-[0-9]{1,7}")
+# What a worker writes about itself, which node 0 reads: sent if the nodes share no folder.
+STATUS_FILE = re.compile(r"(heartbeats|errors)/rank-[0-9]{1,7}\.(json|stack|collectives)")
 COMMANDS: list[dict[str, Any]] = [  # from node 0
     HEARTBEAT, {"shutdown": bool}, {"rejected": str, "is_final": bool}, {"patience": float}, {"release": str},
     {"remove_snapshots": SNAPSHOT_KEY},
@@ -50,7 +52,7 @@ COMMANDS: list[dict[str, Any]] = [  # from node 0
 REPORTS: list[dict[str, Any]] = [  # from the other nodes
     HEARTBEAT, {"stop": (int(signal.SIGTERM),)}, {"shardwise": str, "torch": str, "python": str, "clock": float},
     {"group": str, "pids": {"rank": int}}, {"group": str, "rank": RANK, "stopped": bool},
-    {"group": str, "rank": RANK, "code": range(-64, 256)},
+    {"group": str, "rank": RANK, "code": range(-64, 256)}, {"file": STATUS_FILE, "content": str},
 ]  # fmt: skip
 
 

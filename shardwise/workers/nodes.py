@@ -6,10 +6,13 @@
 Coordinator and agents exchange heartbeats ten times a second, independent of collectives. When an agent falls silent,
 its node is lost: the coordinator names the lost ranks and restarts all ranks once the node rejoins, or without it
 (`run.elastic`). An agent that loses the coordinator kills its workers, so that no old attempt survives, and reconnects.
-All nodes share the run folder, and must run the same Shardwise and PyTorch. Losing node 0 ends the run; `--resume`
-continues it. A node that gets SIGTERM asks node 0 to stop: the run is saved, and every node ends.
+All nodes must run the same Shardwise and PyTorch, and share the run folder, unless the run is in an object store: then
+an agent gets a local folder for each run (`NodeAgent.prepare`), and sends node 0 what its workers write about
+themselves. Losing node 0 ends the run; `--resume` continues it. A node that gets SIGTERM asks node 0 to stop: the run
+is saved, and every node ends.
 """
 
+import base64
 import errno
 import hashlib
 import os
@@ -18,7 +21,9 @@ import select
 import signal
 import socket
 import time
+import zlib
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -34,6 +39,7 @@ from shardwise import __version__
 from shardwise.comm.world import interface_environment
 from shardwise.console import pluralize, print_line
 from shardwise.errors import JobError, RunError, ShardwiseError
+from shardwise.object_store import parse_url
 from shardwise.workers import node_channel
 from shardwise.workers.fork_server import ForkServer, Message, MessageChannel
 from shardwise.workers.node_channel import HEARTBEAT_INTERVAL, PATIENCE, SECRET_HELP, Handshake, NodeChannel
@@ -46,6 +52,7 @@ MAX_REJECTIONS = 5  # consecutive rejections after which an agent gives up
 MAX_HANDSHAKES = 128  # connections that have not proved the secret; a newer one replaces the oldest
 REPORT_INTERVAL = 10.0  # seconds between reports of rejected connections
 EXPLAIN_SECONDS = 5.0  # after which an agent says why it still waits for node 0
+MAX_FILE_BYTES = 1 << 23  # of what an agent sends
 LogEvent = Callable[[str, str], None]
 
 
@@ -166,6 +173,12 @@ class NodeCoordinator(WorkerPool):
                     self._admit(node, message)
                 elif "stop" in message:
                     signal.raise_signal(message["stop"])  # as if this process had been asked
+                elif "file" in message and self.url:
+                    with suppress(ValueError, zlib.error):
+                        content = base64.b85decode(message["content"])
+                        path = self.run_path / message["file"]
+                        path.parent.mkdir(exist_ok=True)
+                        path.write_bytes(zlib.decompressobj().decompress(content, MAX_FILE_BYTES))
             self.dispatch(messages, node.index)
 
     def wait_for_slots(self, size: int, timeout: float) -> None:
@@ -280,9 +293,16 @@ class NodeAgent:
     node: Node
     fork_server: ForkServer
     join_timeout: float = JOIN_TIMEOUT
+    prepare: Callable[[str], Path] = Path
+    """Returns the local folder for the run of a URL. It may take long, so it runs in a thread."""
     worker_groups: set[str] = field(default_factory=set)
     rejections: int = 0
     is_stopping: bool = False
+    folder: Path | None = None
+    sent: dict[str, int] = field(default_factory=dict)  # files that node 0 has, with their times
+    commands: list[Message] = field(default_factory=list)  # for the fork server
+    threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1))
+    preparing: Future[Path] | None = None
 
     def run(self) -> bool:
         """Serves until the coordinator shuts down; returns whether the run has taken all its steps. Raises RunError if
@@ -290,6 +310,7 @@ class NodeAgent:
         previous = signal.signal(signal.SIGTERM, self._handle_stop)
         try:
             while True:
+                self.commands, self.preparing = [], None
                 channel = self._join()
                 if channel is None:
                     return False
@@ -344,8 +365,12 @@ class NodeAgent:
                 messages = self.fork_server.receive()
                 if messages is None:
                     raise RunError(FORK_SERVER_LOST)
+                self._send_files(channel)  # before node 0 learns that a worker has ended
                 for message in messages:
                     channel.send(message)
+            self._send_files(channel)
+            while self.commands and self._is_ready(self.commands[0]):
+                self.fork_server.send(self.commands.pop(0))
             if channel in ready:
                 commands = channel.receive()
                 if commands is None:
@@ -367,6 +392,30 @@ class NodeAgent:
                         self.rejections = 0
                         command["environment"] = environment
                     if "heartbeat" not in command:
-                        self.fork_server.send(command)
+                        self.commands.append(command)
             elif channel.silence_if_lost():
                 return None
+
+    def _is_ready(self, command: Message) -> bool:
+        """Whether a command can go to the fork server: before it forks, a run in an object store gets its folder."""
+        if "fork" not in command or not parse_url(command["arguments"][0]):
+            return True
+        if self.preparing is None:
+            self.preparing = self.threads.submit(self.prepare, command["arguments"][0])
+        if not self.preparing.done():
+            return False
+        self.folder, self.preparing = self.preparing.result(), None
+        command["arguments"][0] = str(self.folder)
+        return True
+
+    def _send_files(self, channel: NodeChannel) -> None:
+        """Sends node 0, which has no other way to read them, what the workers of this node write about themselves."""
+        for path in self.folder.glob("*/rank-*") if self.folder is not None else ():
+            name = f"{path.parent.name}/{path.name}"
+            with suppress(FileNotFoundError):
+                changed = path.stat().st_mtime_ns
+                if node_channel.STATUS_FILE.fullmatch(name) and self.sent.get(name) != changed:
+                    content = base64.b85encode(zlib.compress(path.read_bytes())).decode()
+                    if len(content) < node_channel.MAX_MESSAGE_BYTES // 2:
+                        channel.send({"file": name, "content": content})
+                    self.sent[name] = changed

@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ def own_run(run: Path, say: Say, fork_server: Any = None) -> Iterator[None]:
     finally:
         ended.set()
         if not keep(path, owner["token"]):
-            raise RunError(f"{run} has been taken over by {_name(_read(path))}, so this launcher has ended.") from None
+            name = owner_name(read_owner(path))
+            raise RunError(f"{run} has been taken over by {name}, so this launcher has ended.") from None
         with suppress(OSError):
             path.unlink()
 
@@ -58,7 +60,7 @@ def own_run(run: Path, say: Say, fork_server: Any = None) -> Iterator[None]:
 def keep(path: Path, token: str) -> bool:
     """Touches the owner's file. Returns False if the folder has another owner."""
     with suppress(OSError):  # a file system that does not answer
-        if _read(path).get("token", token) != token:
+        if read_owner(path).get("token", token) != token:
             return False
         os.utime(path)
     return True
@@ -72,15 +74,15 @@ def _keep_in_thread(path: Path, token: str, ended: threading.Event) -> None:
 
 def _acquire(path: Path, owner: Owner, say: Say) -> None:
     while not _create(path, owner):
-        other = _read(path)
-        if not _is_dead(path, other, say):
-            raise JobError(f"{path.parent} is being trained by {_name(_read(path))}; resume when it has ended.")
+        other = read_owner(path)
+        if not is_dead(path.parent, other, lambda: _touched(path), say):
+            raise JobError(f"{path.parent} is being trained by {owner_name(other)}; resume when it has ended.")
         claim = path.with_name(f"owner.{other.get('token', 'damaged')}.claim")
         if _create(claim, owner):  # of several launchers that find the owner dead, one removes it
-            if _read(path) == other:
+            if read_owner(path) == other:
                 path.unlink(missing_ok=True)
             claim.unlink()
-        elif _is_dead(claim, _read(claim), say):
+        elif is_dead(path.parent, read_owner(claim), partial(_touched, claim), say):
             claim.unlink(missing_ok=True)
 
 
@@ -92,29 +94,30 @@ def _create(path: Path, owner: Owner) -> bool:
     return False
 
 
-def _read(path: Path) -> Owner:
-    """Returns the owner; empty if there is none or the file is damaged."""
+def read_owner(path: Path | bytes) -> Owner:
+    """Returns the owner in a file, or in the content of one; empty if there is none or it is damaged."""
     with suppress(FileNotFoundError, ValueError, TypeError, KeyError, OverflowError):
-        owner = parse_json(path.read_bytes())
+        owner = parse_json(path.read_bytes() if isinstance(path, Path) else path)
         pairs = [[int(pid), int(began)] for pid, began in owner["processes"]]
         words = {key: str(owner[key]) for key in ("token", "host", "machine", "time")}
         return {**words, "pid": int(owner["pid"]), "processes": pairs} if words["token"].isalnum() else {}
     return {}
 
 
-def _is_dead(path: Path, owner: Owner, say: Say) -> bool:
-    """Waits until the owner has ended; returns False as soon as it shows to be alive."""
-    is_here, touched = bool(owner) and owner["machine"] == _machine(), _touched(path)
-    deadline = time.monotonic() + (EXIT_SECONDS if is_here else STALE_SECONDS if owner else DAMAGED_SECONDS)
+def is_dead(place: Any, owner: Owner, touched: Callable[[], int], say: Say, patience: float = STALE_SECONDS) -> bool:
+    """Waits until the owner has ended; returns False as soon as it shows to be alive. `touched` returns another number
+    after each sign of life of an owner elsewhere, and 0 once it has ended."""
+    is_here, first = bool(owner) and owner["machine"] == _machine(), touched()
+    deadline = time.monotonic() + (EXIT_SECONDS if is_here else patience if owner else DAMAGED_SECONDS)
     if owner and not is_here:
-        say(f"{path.parent} belongs to {_name(owner)}; waiting {STALE_SECONDS:g} s for a sign of life")
+        say(f"{place} belongs to {owner_name(owner)}; waiting {patience:g} s for a sign of life")
     while time.monotonic() < deadline:
         alive = [pid for pid, began in owner["processes"] if _began(pid) == began] if is_here else []
         if is_here and (not alive or owner["pid"] in alive):
             return not alive
-        if not is_here and _touched(path) != touched:
-            return not path.exists()
-        time.sleep(0.05)
+        if not is_here and (now := touched()) != first:
+            return not now
+        time.sleep(0.05 if is_here else 0.5)
     return not is_here
 
 
@@ -141,5 +144,5 @@ def _began(pid: int) -> int:
     return -1
 
 
-def _name(owner: Owner) -> str:
+def owner_name(owner: Owner) -> str:
     return f"process {owner['pid']} on {owner['host']} since {owner['time']}" if owner else "another process"

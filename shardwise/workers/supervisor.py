@@ -231,7 +231,7 @@ class Supervisor:
 
     def _request_dumps(self, worker_group: WorkerGroup, ranks: list[int], timeout: float) -> None:
         send_signal = partial(self.worker_pool.kill, worker_group, signal.SIGUSR1, ranks)
-        diagnosis.request_dumps(self.run_path, ranks, timeout, send_signal)
+        diagnosis.request_dumps(self.run_path, ranks, timeout, send_signal, self.worker_pool.receive)
 
     def _record_diagnosis(self, kind: str, exit_reasons: dict[int, str]) -> diagnosis.Diagnosis:
         rank_states = diagnosis.read_rank_states(heartbeat_folder(self.run_path), exit_reasons)

@@ -72,6 +72,7 @@ class WorkerPool:
 
     def __init__(self, run_path: Path, fork_server: ForkServer, slots: int):
         self.run_path, self.nodes = run_path, [NodeSlots(0, fork_server, list(range(slots)))]
+        self.url = ""  # of a run in an object store: other nodes have folders of their own
         self.is_finished = False  # whether the run has taken all its steps, which other nodes are told at the end
         self._folder = tempfile.TemporaryDirectory(prefix="shardwise-")
         self._worker_groups: dict[str, WorkerGroup] = {}
@@ -97,14 +98,15 @@ class WorkerPool:
             ranks_by_node[node.index] = list(range(next_rank, next_rank + count))
             next_rank += count
         assert next_rank == size, f"{size} workers, but {self.size} slots"
-        arguments = [str(self.run_path), layout, self.store_address(name), *extra]
-        command = {"fork": name, "size": size, "entry": entry, "standby": as_standby, "arguments": arguments}
+        command = {"fork": name, "size": size, "entry": entry, "standby": as_standby}
         for node in self.nodes:
             if ranks := ranks_by_node[node.index]:
                 placement = {"ranks": ranks, "slots": node.slots[: len(ranks)]}
                 snapshots = {"snapshots": snapshot_key(self.run_path, node.index)}
                 environment = {} if node.index else {"environment": self.environment()}
-                node.channel.send(command | placement | snapshots | environment)
+                place = self.url if self.url and node.index else str(self.run_path)
+                arguments = {"arguments": [place, layout, self.store_address(name), *extra]}
+                node.channel.send(command | arguments | placement | snapshots | environment)
         self._worker_groups[name] = WorkerGroup(name, layout, size, ranks_by_node)
         return self._worker_groups[name]
 
