@@ -63,7 +63,8 @@ def make_peer(shape: dict[str, Any]) -> tuple[Callable[[], torch.Tensor], torch.
     """Returns a function that computes the loss, the model, and the tokens (or samples) of a step."""
     import transformers as hf
 
-    m, batch = make_job({"model": shape["model"], "batch": {"samples": shape["batch"]}}).model, shape["batch"]
+    batch = shape["batch"]
+    m: Any = make_job({"model": shape["model"], "batch": {"samples": batch}}).model
     attention = {"attn_implementation": "sdpa", "use_cache": False}
     with torch.device("cuda"):
         if shape["peer"] == "resnet":
@@ -83,7 +84,7 @@ def make_peer(shape: dict[str, Any]) -> tuple[Callable[[], torch.Tensor], torch.
             bce = torch.nn.functional.binary_cross_entropy_with_logits
             return lambda: bce(compiled(dense, rows), clicks), model, batch
         if shape["peer"] == "t5":
-            config = hf.T5Config(
+            config = hf.T5Config(  # type: ignore[call-arg]
                 d_model=m.width, d_kv=m.head_dim, d_ff=m.ffn, num_layers=m.layers, num_heads=m.heads,
                 vocab_size=m.vocab, dropout_rate=0.0, use_cache=False, decoder_start_token_id=0,
             )  # fmt: skip
@@ -102,7 +103,7 @@ def make_peer(shape: dict[str, Any]) -> tuple[Callable[[], torch.Tensor], torch.
                 "tie_word_embeddings": False, **attention,
             }  # fmt: skip
             if shape["peer"] == "mixtral":
-                config = hf.MixtralConfig(
+                config = hf.MixtralConfig(  # type: ignore[call-arg]
                     **sizes, intermediate_size=m.expert_ffn, num_local_experts=m.experts,
                     num_experts_per_tok=m.experts_per_token, experts_implementation="grouped_mm",
                 )  # fmt: skip
@@ -128,6 +129,7 @@ class PlainDLRM(torch.nn.Module):
         pairs = (m.tables + 1) * m.tables // 2
         self.bottom = self.mlp([m.dense_features, *m.bottom, m.width])
         self.top = self.mlp([m.width + pairs, *m.top, 1])
+        self.pairs: torch.Tensor
         self.register_buffer("pairs", torch.tril_indices(m.tables + 1, m.tables + 1, -1))
 
     @staticmethod
@@ -170,7 +172,7 @@ def run_peer(shape: dict[str, Any]) -> dict[str, float]:
 
 
 def run_ours(shape: dict[str, Any], precision: str) -> dict[str, Any]:
-    settings = {key: shape[key] for key in ("model", "optimizer") if key in shape}
+    settings: dict[str, Any] = {key: shape[key] for key in ("model", "optimizer") if key in shape}
     job = make_job({"precision": precision, "batch": {"samples": shape["batch"]}, **settings})
     time_steps = train_step._time_steps_cuda
 

@@ -52,6 +52,8 @@ ROWS: list[dict[str, Any]] = [
     {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello!"}]},
     {"prompt": "Hi", "completion": "Hello!"},
     {"prompt": [{"role": "user", "content": "Hi"}], "completion": [{"role": "assistant", "content": "Hello!"}]},
+    {"messages": [{"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]},
+                  {"role": "assistant", "content": "Hello!"}]},
     {"system": "Be kind.", "conversations": [{"from": "human", "value": "Bye"}, {"from": "gpt", "value": "See you."}]},
 ]  # fmt: skip
 LLAMA3 = (
@@ -216,8 +218,8 @@ def test_where_the_template_comes_from(tmp_path: Path) -> None:
 def test_all_forms_of_a_conversation_are_the_same() -> None:
     found = [chat.parse_conversation(row)[0] for row in ROWS]
     parsed = [[{key: message[key] for key in ("role", "content")} for message in messages] for messages in found]
-    assert parsed[0] == parsed[2] == parsed[3] == parsed[4]
-    assert parsed[5][0] == {"role": "system", "content": "Be kind."}
+    assert parsed[0] == parsed[2] == parsed[3] == parsed[4] == parsed[5]
+    assert parsed[6][0] == {"role": "system", "content": "Be kind."}
 
 
 @pytest.mark.parametrize(("row", "said"), [
@@ -226,6 +228,7 @@ def test_all_forms_of_a_conversation_are_the_same() -> None:
     ({"messages": [{"role": "wizard", "content": "Hi"}]}, "message 1 has the role 'wizard'"),
     ({"messages": [{"content": "Hi"}]}, "message 1 has the role None"),
     ({"messages": [{"role": "user", "content": 3}]}, "message 1 has the content 3, which is not a text"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "message 1 has the content [{'type': 'image'}]"),
     ({"messages": [{"role": "system", "content": "Hi"}]}, "no message is the assistant's"),
     ({"prompt": "Hi"}, "it needs messages, conversations, or prompt and completion"),
     ({"prompt": "Hi", "completion": None}, "message 2 has the content None"),
@@ -247,7 +250,7 @@ def test_a_bad_row_is_named_or_skipped(row: Any, said: str, tmp_path: Path) -> N
     (None, {}, {"vocab": 200}, "the tokenizer has 256 ids, but model.vocab is 200"),
     (None, {}, {"eod_token_id": 3}, "use data.pack instead"),
     (None, {"tokenizer": "bpe:300"}, {}, "is not trained on chats"),
-    (None, {"truncate": "drop"}, {"sequence": 8}, "no conversation is left of 6 conversations"),
+    (None, {"truncate": "drop"}, {"sequence": 8}, "no conversation is left of 7 conversations"),
     (None, {"source": "jsonl", "pack": True}, {}, 'pack = True is for source = "chat" only'),
     (None, {}, {"name": "bert", "kv_heads": 4}, "models that predict the next token"),
     (None, {"path": "nowhere.jsonl"}, {}, "no such file or folder"),
@@ -309,7 +312,7 @@ def test_a_packed_row_holds_what_rows_of_one_hold(tmp_path: Path) -> None:
     alone, packed = (
         open_rows(chat_job(path, {**LLAMA, "sequence": 256}, pack=pack), tmp_path) for pack in (False, True)
     )
-    assert len(alone) == 18 and len(packed) < 9 and packed.filled > alone.filled
+    assert len(alone) == 21 and len(packed) < 10 and packed.filled > alone.filled
     pieces: list[tuple[list[int], list[int]]] = []
     for index in range(len(packed)):
         tokens, targets, is_first = packed.read_row(index)

@@ -33,7 +33,6 @@ from shardwise.models.chain import IGNORE_INDEX
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}
-ENCODED_AT_ONCE = 1000  # texts per call of the tokenizer
 
 
 def parse_conversation(record: dict[str, Any]) -> tuple[Messages, Any]:
@@ -55,7 +54,9 @@ def parse_conversation(record: dict[str, Any]) -> tuple[Messages, Any]:
 
 def _parse_message(message: dict[str, Any], number: int) -> dict[str, Any]:
     role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
-    role = SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
+    role = SHAREGPT_ROLES.get(str(role), role)
+    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+        content = "".join(part["text"] for part in content)
     if role not in ROLES:
         raise DataError(f"message {number} has the role {shorten(role)}; roles are {', '.join(ROLES)}.")
     if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
@@ -90,7 +91,7 @@ def encode_chats(
 
     def arrays() -> Iterator[np.ndarray]:
         samples = read_samples(data, files, template, bad_records)
-        while batch := list(islice(samples, ENCODED_AT_ONCE)):
+        while batch := list(islice(samples, 1000)):
             encoded = tokenizer.encode_chat([text for _, text, _ in batch])
             for (where, _, spans), (ids, first, last) in zip(batch, encoded, strict=True):
                 counts = np.zeros(len(ids), bool)
@@ -135,8 +136,7 @@ def open_chats(folder: Path, length: int, truncate: str) -> tuple[TokenFile, np.
 class ChatRows(CountedSource):
     """Rows of conversations, one or several in each; builds its batches itself."""
 
-    summary = ""
-    tokenizer_config = ""  # a `tokenizer_config.json` with the chat template, which the run keeps
+    summary = tokenizer_config = ""  # `tokenizer_config.json`: the chat template, which the run keeps
 
     def __init__(self, tokens: TokenFile, extents: np.ndarray, length: int, pad_id: int, packed: bool):
         self.tokens, self.extents, self.packed = tokens, extents, packed
@@ -167,8 +167,7 @@ class ChatRows(CountedSource):
 
 
 def pack(sizes: Sequence[int], length: int) -> list[list[int]]:
-    """Returns which items share a row: each goes, longest first, where it leaves the least space (best fit). Rows and
-    the items in them are in the order of the items."""
+    """Returns which items share a row: each goes, longest first, where it leaves the least space (best fit)."""
     rows: list[list[int]] = []
     spaces, rows_by_space = list[int](), dict[int, list[int]]()  # what is left in rows: the sizes, sorted; the rows
     for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):

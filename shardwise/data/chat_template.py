@@ -33,7 +33,6 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )  # of tokenizers without a template
 MARKS = _BEGIN, _END = "\ufdd0", "\ufdd1"  # Unicode's noncharacters, which no text has
-MAX_REPEATED = 10**6  # characters or items that a template may make with `*`
 
 
 class _Generation(Extension):  # `{% generation %}`: puts marks around what the assistant says
@@ -53,7 +52,7 @@ class _Sandbox(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         sizes = [len(x) if hasattr(x, "__len__") else abs(x) for x in (left, right)]
-        if operator == "**" or sizes[0] * sizes[1] > MAX_REPEATED:
+        if operator == "**" or sizes[0] * sizes[1] > 10**6:
             raise SecurityError(f"{operator} makes too much")
         return left * right
 
