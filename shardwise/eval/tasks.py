@@ -127,10 +127,10 @@ def _render(template: Any, record: dict[str, Any]) -> Any:
         return template
     if template in record:
         return record[template]
-    import jinja2  # which PyTorch needs too
+    import jinja2.sandbox  # PyTorch needs jinja2 too; a template runs no code
 
     try:
-        environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+        environment = jinja2.sandbox.SandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
         return environment.from_string(template).render(**record)
     except jinja2.TemplateError as error:
         raise DataError(f"the template {shorten(template)} does not fit a record: {error}.") from None
