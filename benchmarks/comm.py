@@ -24,11 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import allreduce
+import links
 import torch
 import torch.distributed as dist
 from allreduce import SEGMENT_BYTES, Schedule, get_schedule, push_pull_schedule, segment_bounds
-
-from shardwise.bench import comm
 
 ROOT = Path(__file__).parent.parent
 SIZES = (1 << 10, 1 << 18, 1 << 22, 1 << 24)  # the last only for links of at least 1000 Mbit/s
@@ -170,7 +169,7 @@ def show(results: list[Any], rate: float, ranks: int, node: int) -> None:
     print("ms per step: " + ", ".join(f"{name} {1e3 * seconds:.2f}" for name, seconds in latency.items()))
     print(f"{'bytes':>9s} {'':10s} {'ms':>8s} {'model':>8s} {'ratio':>6s} {'sent by node':>15s} {'model':>11s}")
     for size, name, seconds, wire_bytes in results:
-        line = f"{comm.format_bytes(size):>9s} {name:10s} {1e3 * seconds:8.1f}"
+        line = f"{links.format_bytes(size):>9s} {name:10s} {1e3 * seconds:8.1f}"
         if name in schedules:
             schedule = schedules[name]
             busiest = busiest_bytes_by_step(schedule, ranks, node, size)
@@ -192,7 +191,7 @@ def main() -> None:
         worker(*options.worker)
         return
     for processes in options.processes:
-        report = comm.bench_comm(processes, None, 1 << 24, REPEATS)
+        report = links.bench_comm(processes, None, 1 << 24, REPEATS)
         assert report is not None
         print(report.text(), flush=True)
     if options.rates and (os.geteuid() != 0 or not shutil.which("ip") or not shutil.which("tc")):

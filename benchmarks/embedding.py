@@ -92,7 +92,7 @@ def bench_sharded(job: Job, layout: Layout) -> dict[str, Any]:
     all_samples = batches(job, layout.world, dist.get_rank())
     for samples in all_samples:
         lookup_and_update(engine, samples, results, sent)
-    results["table_bytes"] = sum(rows.numel() * rows.element_size() for rows in engine.tables.storage)
+    results["table_bytes"] = engine.tables.storage.nbytes
     engine.tables.init_weights(job.seed)  # the updates above followed no loss
     optimizer = engine.make_optimizer(job)
     for group in optimizer.param_groups:
@@ -124,7 +124,7 @@ def lookup_and_update(engine: TableEngine, samples: Samples, results: dict[str, 
     vectors.backward(torch.full_like(vectors, 1e-3))
     assert rows.grad is not None
     engine.tables.push_gradients(route, rows.grad)
-    touched = sum(gradient.rows.numel() for gradient in engine.tables.row_gradients)
+    touched = engine.tables.touched_rows.numel()
     engine.tables.update(LR, 1.0)
     dist.barrier()
     results["lookup"].append(middle - begin)

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise import cli
-from shardwise.chaos.faulty_worker import Fault, inject_faults, samples_by_step, trigger_times
+from shardwise.chaos.faulty_worker import Fault, inject_faults, samples_used, trigger_times
 from shardwise.chaos.run import BIT_FLIP_KINDS, FAILURE_EVENTS, FAULTY_WORKER
 from shardwise.job import Job, make_job
 from shardwise.launch import start as starting
@@ -219,9 +219,7 @@ class World:
 
     def result(self) -> Record:
         """Compares the finished run with its twin."""
-        expected, used = (
-            [n for ids in samples_by_step(one.path).values() for n in ids] for one in (self.twin, self.run)
-        )
+        expected, used = samples_used(self.twin.path), samples_used(self.run.path)
         return {
             "layout": self.layout, "faults": self.records, "steps": self.steps,
             "equal": len(curve(self.twin)) == self.steps and curve(self.run) == curve(self.twin),

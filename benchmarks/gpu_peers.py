@@ -15,8 +15,11 @@ import importlib.metadata
 import importlib.util
 import json
 import statistics
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 
@@ -110,6 +113,62 @@ def gpt2(shape: str, batch: int, vocab: int) -> dict[str, float]:
     return timed(step, tokens.numel())
 
 
+def torchtitan(shape: str, batch: int, liger: bool) -> dict[str, float]:
+    """Runs torchtitan's Llama 3 as its trainer does on one device: compiled blocks and loss, autocast, fused AdamW; or
+    with Liger's fused head and loss. Packages that its data loaders import may be missing, since no data is loaded."""
+    for name in ("datasets", "datasets.distributed", "torchdata", "torchdata.stateful_dataloader", "tyro", "einops",
+                 "torch.utils.tensorboard"):  # fmt: skip
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            stub: Any = types.ModuleType(name)
+            stub.__path__, stub.constructors, stub.conf = [], MagicMock(), MagicMock()
+            for used in ("Dataset", "load_dataset", "split_dataset_by_node", "StatefulDataLoader", "SummaryWriter"):
+                setattr(stub, used, type(used, (), {}))
+            sys.modules[name] = stub
+    from torchtitan.components.loss import cross_entropy_loss
+    from torchtitan.distributed.utils import clip_grad_norm_
+    from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+
+    s = SHAPES[shape]
+    arguments = TransformerModelArgs(
+        dim=s["width"], n_layers=s["layers"], n_heads=s["heads"], n_kv_heads=s["kv_heads"], vocab_size=s["vocab"],
+        max_seq_len=s["sequence"], ffn_dim_multiplier=(s["ffn"] - 0.5) / int(8 * s["width"] / 3), rope_theta=500000,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = Transformer(arguments)
+    model.to_empty(device="cuda")
+    with torch.no_grad():
+        model.init_weights(buffer_device=torch.device("cuda"))
+    for name, block in model.layers.named_children():
+        model.layers.register_module(name, torch.compile(block, fullgraph=True))
+    assert model.layers["0"].feed_forward.w1.weight.shape[0] == s["ffn"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+    tokens = torch.randint(0, s["vocab"], (batch, s["sequence"]), device="cuda")
+    count = float(tokens.numel())
+    loss_fn = torch.compile(cross_entropy_loss)
+    if liger:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        fused, head = LigerFusedLinearCrossEntropyLoss(reduction="sum"), model.output.weight
+        model.output = torch.nn.Identity()
+
+        def loss_fn(x, y):  # type: ignore[no-untyped-def]
+            return fused(head, x.flatten(0, 1), y.flatten(0, 1))
+
+    parameters = [weight for group in optimizer.param_groups for weight in group["params"]]
+
+    def step() -> None:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = loss_fn(model(tokens), tokens) / count
+        loss.backward()
+        clip_grad_norm_(parameters, 1.0, foreach=True)
+        optimizer.step()
+
+    return timed(step, tokens.numel())
+
+
 def timed(step: Callable[[], None], tokens: int) -> dict[str, float]:
     torch.cuda.reset_peak_memory_stats()
     for _ in range(WARMUP_STEPS):
@@ -128,6 +187,8 @@ Peers = dict[str, tuple[str, Callable[[str, int], dict[str, float]]]]
 PEERS: Peers = {
     "transformers": ("transformers", lambda shape, batch: hugging_face(shape, batch, liger=False)),
     "transformers + liger": ("liger_kernel", lambda shape, batch: hugging_face(shape, batch, liger=True)),
+    "torchtitan": ("torchtitan", lambda shape, batch: torchtitan(shape, batch, liger=False)),
+    "torchtitan + liger": ("torchtitan", lambda shape, batch: torchtitan(shape, batch, liger=True)),
 }
 GPT2_PEERS: Peers = {
     "transformers": ("transformers", lambda shape, batch: gpt2(shape, batch, 50257)),
@@ -155,6 +216,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=SHAPES, action="append")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--only", choices=["ours", "peers"])
+    parser.add_argument("--peer", choices=[*PEERS, *GPT2_PEERS], action="append", help="only these peers")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(1, "this benchmark needs a CUDA GPU.\n")
@@ -166,13 +228,13 @@ def main() -> None:
                 rows[f"shardwise, {precision}"] = attempt(lambda s, b, p=precision: ours(s, b, p), shape)
         if options.only != "ours":
             for name, (module, run) in (GPT2_PEERS if shape.startswith("gpt2") else PEERS).items():
+                if options.peer and name not in options.peer:
+                    continue
                 installed = importlib.util.find_spec(module) is not None
                 if "experts" in SHAPES[shape]:
                     rows[name] = {"problem": "this script does not run it with experts"}
                 else:
                     rows[name] = attempt(run, shape) if installed else {"problem": "not installed"}
-            rows["torchtitan"] = {"problem": "not installed" if importlib.util.find_spec("torchtitan") is None
-                                  else "this script does not run it; measure with its own command"}  # fmt: skip
         results[shape] = rows
         if not options.json:
             show(shape, rows)

@@ -18,7 +18,6 @@ from shardwise.cli_laws import laws
 from shardwise.cli_options import JobFile, JsonFlag, LayoutOption, Overrides
 from shardwise.console import print_line
 from shardwise.errors import EXIT_UNFINISHED, JobError, ShardwiseError
-from shardwise.files import require_parent_folder
 from shardwise.job import load_job
 from shardwise.watch import command as watch
 
@@ -239,7 +238,7 @@ def calibrate(
 
 bench = typer.Typer(
     no_args_is_help=True, rich_markup_mode="markdown",
-    help="Benchmarks of this machine: training step, data loading, communication.",
+    help="Benchmarks of this machine.",
 )  # fmt: skip
 app.add_typer(bench, name="bench")
 
@@ -264,29 +263,6 @@ def bench_step(
     require_memory(job, 8)
     report = bench_step(job, torch.device(pick_device(job)), steps)
     print_line(json.dumps(report.as_dict()) if as_json else report.text())
-
-
-@bench.command("comm")
-def bench_comm(
-    processes: Annotated[int, Option(min=2, help="Number of processes to start; ignored under torchrun.")] = 4,
-    nproc_per_node: Annotated[
-        int | None, Option(min=1, help="Processes per node; default: LOCAL_WORLD_SIZE or half of --processes.")
-    ] = None,
-    max_mib: Annotated[int, Option(min=1, metavar="MIB", help="Largest message, in MiB.")] = 16,
-    repeats: Annotated[int, Option(min=1, help="Number of measurements per message size.")] = 7,
-    write: Annotated[Path | None, Option(help="Write the links to this cluster file, for `plan --cluster`.")] = None,
-    as_json: JsonFlag = False,
-) -> None:
-    """Benchmarks all-reduce by message size, and the links between processes."""
-    from shardwise.bench import comm
-
-    require_parent_folder(write)
-    report = comm.bench_comm(processes, nproc_per_node, max_mib << 20, repeats)
-    if report is None:
-        return
-    print_line(json.dumps(report.as_dict()) if as_json else report.text())
-    if write is not None:
-        comm.write_links(report, write)
 
 
 @app.command()
@@ -330,14 +306,23 @@ def chaos(
 
 @app.command()
 def data(
-    out: Annotated[Path, Argument(help="Token file to write (.bin).")],
+    out: Annotated[Path, Argument(metavar="OUT|preview", help="Token file to write (.bin), or the word preview.")],
+    preview_file: Annotated[Path | None, Argument(metavar="[JOB_FILE]", help="Job file, with preview.")] = None,
     job_file: Annotated[Path | None, Option("--job", help="Job file with the [data] section.")] = None,
     overrides: Overrides = None,
+    count: Annotated[int, Option(min=1, help="Number of samples to show, with preview.")] = 3,
 ) -> None:
-    """Tokenizes a data source into a memory-mapped token file, for `data.source = "tokens"`."""
+    """Tokenizes a data source into a memory-mapped token file, for `data.source = "tokens"`.
+
+    `data preview` shows samples as a model gets them. What counts towards the loss is green, or in [[ ]] when piped."""
     from shardwise.data.text import write_token_file
 
-    print_line(write_token_file(job_file, overrides or [], out))
+    if str(out) != "preview":
+        print_line(write_token_file(job_file, overrides or [], out))
+        return
+    job = load_job(preview_file or job_file, overrides or [])
+    for line in quick_import("shardwise.data.preview").preview_job(job, count, sys.stdout.isatty()):
+        print_line(line)
 
 
 def _bound_numbers(commands: typer.Typer) -> None:

@@ -1,19 +1,36 @@
 """The commands `shardwise laws ...`."""
 
+import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Argument, Option
 
 from shardwise.cli_options import JsonFlag, Overrides
 from shardwise.console import print_line
+from shardwise.errors import DataError
 
 laws = typer.Typer(
     no_args_is_help=True, rich_markup_mode="markdown",
     help="Scaling laws: choose model size and token count for a compute budget.",
 )  # fmt: skip
-ParameterCount = Annotated[str, Option("--count", help="Parameters to count: all, or blocks (no embeddings or head).")]
+
+
+def check_count(scope: str) -> str:
+    if scope not in ("all", "blocks"):
+        raise DataError(f"--count {scope!r}: use all or blocks.")
+    return scope
+
+
+ParameterScope = Annotated[
+    str, Option("--count", callback=check_count, help="Parameters to count: all, or blocks (no embeddings or head).")
+]
+
+
+def _print(values: Any, lines: Iterable[str], as_json: bool) -> None:
+    print_line(json.dumps(values) if as_json else "\n".join(lines))
 
 
 @laws.command("design")
@@ -23,12 +40,14 @@ def laws_design(
     sizes: Annotated[int, Option(min=1, help="Number of model sizes per budget.")] = 5,
     spread: Annotated[float, Option(min=1.0, help="Ratio of the largest to the middle model size.")] = 4.0,
     out: Annotated[Path, Option("--out", "-o", help="Folder for the job files and their runs.")] = Path("laws"),
-    overrides: Overrides = None, counts: ParameterCount = "all", as_json: JsonFlag = False,
+    overrides: Overrides = None, counts: ParameterScope = "all", as_json: JsonFlag = False,
 ) -> None:  # fmt: skip
     """Writes a grid of small jobs for fitting a scaling law: several compute budgets, several model sizes each."""
-    from shardwise.laws.command import design_text
+    from shardwise.laws.command import design_lines
+    from shardwise.laws.isoflop_grid import design_grid, parse_budget, write_grid
 
-    print_line(design_text(budget, budgets, sizes, spread, out, overrides or [], counts, as_json))
+    rows = write_grid(design_grid(*parse_budget(budget), budgets, sizes, spread, overrides or [], counts, out))
+    _print(rows, design_lines(rows, out), as_json)
 
 
 @laws.command("fit")
@@ -39,15 +58,20 @@ def laws_fit(
     ] = None,
     draws: Annotated[int, Option(min=20, help="Number of bootstrap fits for the confidence intervals.")] = 400,
     seed: Annotated[int, Option(min=0, help="Seed of the bootstrap weights.")] = 0,
-    counts: ParameterCount = "all",
+    counts: ParameterScope = "all",
     out: Annotated[Path | None, Option("--out", "-o", help="Write the fit to this file (JSON).")] = None,
-    plot: Annotated[Path | None, Option(help="Plot the fit to this file (SVG).")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Fits L(N, D) = E + A / N^alpha + B / D^beta to runs, with confidence intervals, residuals and outliers."""
-    from shardwise.laws.command import fit_text
+    from shardwise.laws.command import fit_lines
+    from shardwise.laws.fit import fit_scaling_law
+    from shardwise.laws.fitted_law import fit_as_dict, write_fit
+    from shardwise.laws.runs import read_runs
 
-    print_line(fit_text(runs, drop, draws, seed, counts, out, plot, as_json))
+    values = fit_as_dict(fit_scaling_law(read_runs(runs, counts), drop, draws, seed))
+    if out is not None:
+        write_fit(out, values)
+    _print(values, fit_lines(values), as_json)
 
 
 @laws.command("recommend")
@@ -57,22 +81,15 @@ def laws_recommend(
     cluster: Annotated[str | None, Option(help="Cluster preset or calibrated file; needs --devices.")] = None,
     days: Annotated[float | None, Option(help="Time budget in days; needs --devices and --cluster.")] = None,
     law: Annotated[Path | None, Option(help="Saved fit (JSON); default: the built-in law.")] = None,
-    unique_tokens: Annotated[float | None, Option("--unique-tokens", help="Number of unique tokens available.")] = None,
     overrides: Overrides = None, as_json: JsonFlag = False,
 ) -> None:  # fmt: skip
     """Recommends model size and tokens for a compute budget, and predicts its loss and that of other sizes."""
-    from shardwise.laws.command import recommend_text
+    from shardwise.files import malformed_as_data_error
+    from shardwise.laws.command import recommend_lines
+    from shardwise.laws.fitted_law import published_law, read_fitted_law
+    from shardwise.laws.recommend import recommend_with_plan
 
-    print_line(recommend_text(law, flops, days, devices, cluster, unique_tokens, overrides or [], as_json))
-
-
-@laws.command("noise")
-def laws_noise(
-    runs: Annotated[list[Path], Argument(help="Run folders with a checkpoint each.")],
-    batches: Annotated[int, Option(min=2, help="Number of batches to read.")] = 16,
-    samples: Annotated[int, Option(min=1, help="Samples per batch.")] = 8, as_json: JsonFlag = False,
-) -> None:  # fmt: skip
-    """Estimates the critical batch size of runs from their gradient noise scale."""
-    from shardwise.laws.command import noise_text
-
-    print_line(noise_text(runs, batches, samples, as_json))
+    fitted_law = published_law() if law is None else read_fitted_law(law)
+    with malformed_as_data_error(law or Path("the built-in law")):
+        result = recommend_with_plan(fitted_law, flops, days, devices, cluster, overrides or [])
+        _print(result, recommend_lines(result, fitted_law.law.E), as_json)

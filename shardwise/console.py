@@ -50,3 +50,12 @@ def format_ranks(ranks: Sequence[int]) -> str:
     """Returns `rank 3` or `ranks 0, 1 and 3`."""
     *most, last = map(str, ranks)
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+
+
+def align_columns(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
+    """Returns the rows of a table as lines; the columns `left` are left-aligned."""
+    columns = []
+    for index, cells in enumerate(zip(*rows, strict=True)):
+        width = max(map(len, cells))
+        columns.append([cell.ljust(width) if index in left else cell.rjust(width) for cell in cells])
+    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]

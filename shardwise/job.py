@@ -25,10 +25,10 @@ from shardwise.models.registry import family_name, family_of, parse_model
 
 
 class DataConfig(ConfigSection):
-    source: Literal["stdlib", "text", "jsonl", "tokens", "mix", "synthetic", "criteo", "cifar10"] = "stdlib"
+    source: Literal["stdlib", "text", "jsonl", "chat", "tokens", "mix", "synthetic", "criteo", "cifar10"] = "stdlib"
     """Where samples come from."""
     path: str = ""
-    """A file, folder or glob for text, jsonl and tokens; a file for criteo; a folder for cifar10."""
+    """A file, folder or glob for text, jsonl, chat and tokens; a file for criteo; a folder for cifar10."""
     mix: dict[str, Annotated[float, Field(gt=0.0)]] = {}
     """For `source = "mix"`: sampling weight by path. The suffix gives the format (`.jsonl`, `.bin`, otherwise text), or
     a prefix does (`jsonl:folder`); `stdlib` is a valid entry too."""
@@ -37,6 +37,14 @@ class DataConfig(ConfigSection):
     tokenizer: str = "bytes"
     """`bytes`, `bpe:SIZE` (trained on the source and saved with the run), or the path of a saved tokenizer. If it is
     not set, a model that starts from a folder or run takes the tokenizer of that."""
+    chat_template: str = ""
+    """For `source = "chat"`: a Jinja file; empty takes the template of the tokenizer's folder, or else ChatML."""
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    """For chat: what counts towards the loss: all messages of the assistant, its last one, or everything."""
+    truncate: Literal["right", "left", "drop"] = "right"
+    """For chat: which end of a conversation is cut if it is longer than the sequence; or it is dropped."""
+    pack: bool = False
+    """For chat: whether a sample holds several conversations, which do not see one another."""
     validation_fraction: float = Field(0.02, ge=0.0, lt=1.0)
     """Fraction of the samples held out for validation."""
     workers: int = Field(0, ge=0, le=256)
@@ -48,16 +56,19 @@ class DataConfig(ConfigSection):
     augment: tuple[Literal["crop", "flip", "colour", "cutout", "mixup"], ...] = ()
     """Augmentations applied to training images on the fly."""
     on_bad_record: Literal["stop", "skip"] = "stop"
-    """What to do with a jsonl, criteo or cifar10 record that cannot be read: end the run, or log it and skip it."""
+    """What to do with a jsonl, chat, criteo or cifar10 record that cannot be read: end the run, or log and skip it."""
 
     @model_validator(mode="after")
     def _check_mix(self) -> "DataConfig":
         if bool(self.mix) != (self.source == "mix"):
             raise ValueError('source = "mix" and paths below [data.mix] belong together; set both or neither')
+        for key in ("chat_template", "train_on", "truncate", "pack"):
+            if self.source not in ("chat", "synthetic") and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f'{key} = {getattr(self, key)!r} is for source = "chat" only; remove it')
         if self.path and "source" not in self.model_fields_set:
             raise ValueError(
-                f"path = {self.path!r} needs a source: text, jsonl, tokens, criteo or cifar10; the default, stdlib, "
-                "reads Python's standard library"
+                f"path = {self.path!r} needs a source: text, jsonl, chat, tokens, criteo or cifar10; the default, "
+                "stdlib, reads Python's standard library"
             )
         return self
 
@@ -92,6 +103,8 @@ class OptimizerConfig(ConfigSection):
     """Momentum of sgd and muon."""
     state_dtype: Literal["float32", "bf16", "8bit"] = "float32"
     """Dtype of AdamW's two moments: bf16 halves and 8bit (256 values per scale) quarters them, with rounding."""
+    offload: bool = False
+    """Whether AdamW's moments live in host memory, and pass through the GPU in every update; same results."""
     clip: float = Field(1.0, ge=0.0)
     """Maximum global gradient norm; 0 disables clipping."""
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
@@ -107,11 +120,13 @@ class OptimizerConfig(ConfigSection):
     def _check_state_dtype(self) -> "OptimizerConfig":
         if self.state_dtype != "float32" and self.name != "adamw":
             raise ValueError(f"state_dtype = {self.state_dtype!r} works with adamw only, not {self.name}; remove it")
+        if self.offload and (self.name != "adamw" or self.state_dtype == "8bit"):
+            raise ValueError("offload works with adamw and moments in float32 or bf16 only; remove it or change them")
         return self
 
 
 class EmbeddingTablesConfig(ConfigSection):
-    sharding: Literal["auto", "table", "row", "column"] = "auto"
+    sharding: Literal["auto", "table", "row"] = "auto"
     """How a DLRM's embedding tables are sharded over the ranks; auto picks per table, balancing bytes and lookups."""
     optimizer: Literal["adagrad", "adam"] = "adagrad"
     """Row-wise AdaGrad (one value per row) or sparse Adam (two per weight); updates only rows that the batch uses."""
@@ -284,6 +299,8 @@ class Job(ConfigSection):
             raise ValueError(f"{self.model.adamw_only} works with adamw only, not with {self.optimizer.name}")
         if self.data.augment and self.model.sample_kind != "images":
             raise ValueError(f"data.augment applies to images, but {self.model.description} reads none; remove it")
+        if self.data.source == "chat" and self.model.document_separator >= 0:
+            raise ValueError("model.eod_token_id is for text; with data.source = 'chat' use data.pack instead")
         if self.layout != "auto":
             try:
                 Layout.parse(self.layout)

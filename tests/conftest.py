@@ -44,7 +44,7 @@ THINNED = {
     "test_zero_3_holds_pieces_of_weights_and_gradients": 4, "test_validation_does_not_depend_on_the_layout": 2,
     "test_layouts_compute_what_the_module_computes": 2, "test_transformers_loads_what_a_run_exports": 2,
     "test_training_starts_from_the_weights_of_a_folder": 2, "test_latent_attention": 2,
-    "test_experts_balanced_by_a_bias": 2,
+    "test_experts_balanced_by_a_bias": 2, "test_packed_chats_in_any_layout": 3,
     "test_a_module_with_our_attention_splits_its_sequences": 2,
     "test_learned_positions_and_dropout_lie_where_they_should": 2, "test_what_travels_through_the_host_arrives": 2,
     "test_weights_rounded_once_are_those_rounded_in_every_use": 3, "test_a_block_is_computed_again_once": 2,

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardwise.bench import comm
 from shardwise.bench.train_step import StepReport, bench_step, classify_kernel
 from shardwise.cluster import CLUSTERS, find_cluster
 from shardwise.comm.world import run_world
@@ -18,6 +17,7 @@ from shardwise.job import make_job
 from shardwise.planner.calibrate import KERNEL_CATEGORIES
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+import links as comm  # noqa: E402
 from data_loading import DataReport, StageTimer, bench_data  # noqa: E402
 
 MODEL = {"layers": 2, "width": 32, "heads": 2, "vocab": 64, "sequence": 32}

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+import sys
+from pathlib import Path
 
 import pytest
 
-from shardwise.planner.expected_goodput import (
+sys.path.append(str(Path(__file__).parent.parent / "tools"))
+from expected_goodput import (  # noqa: E402
     expected_goodput,
     goodput_fraction,
     mtbf_hours,

@@ -283,7 +283,7 @@ SECONDS = 30  # that a case may take
 # By file: the commands that read it. `{}` is a name that no other case has written to.
 RUN_COMMANDS = ["report run", "trace run --out out/{}", "compare run twin --json", "compare run twin --html out/{}",
                 "doctor run", "watch run", "watch", "train --resume run --set steps=4", "sample run --tokens 2",
-                "laws fit run", "laws noise run --batches 2 --samples 1"]  # fmt: skip
+                "laws fit run"]  # fmt: skip
 JOB_COMMANDS = ["train {file} --set run.folder=out/{}", "plan {file}", "inspect {file} --json", "verify {file}",
                 "dryrun {file}", "chaos {file}", "bench step {file} --steps 2",
                 "data out/{}.bin --job {file}"]  # fmt: skip

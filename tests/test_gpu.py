@@ -20,6 +20,7 @@ from shardwise.data.make_sources import synthetic_source
 from shardwise.data.sample_stream import SampleStream, rank_positions
 from shardwise.job import make_job
 from shardwise.layout import Layout
+from shardwise.optim import offload
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import prepare
 from shardwise.step import make_step_fn
@@ -307,6 +308,31 @@ def test_steps_with_and_without_a_graph_give_the_same_numbers(fault):
     assert len(told) == (fault == "the host reads a value")
     assert all("capture" in sentence and sentence.endswith(".") for sentence in told)
     torch.randn(1 << 20, device="cuda").sum().item()  # the device and its allocator work on
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("state_dtype", ["float32", "bf16"])
+@pytest.mark.parametrize("graph", [False, True])
+def test_moments_in_host_memory_give_the_same_weights(state_dtype, graph, monkeypatch):
+    monkeypatch.setattr(offload, "PART", 1000)  # so that weights are updated in several parts
+    model = {"layers": 2, "width": 64, "heads": 2, "vocab": 61, "sequence": 32}
+    weights = {}
+    for offloads in (False, True):
+        settings = {"precision": "bf16", "compile": False, "sdpa_backend": "math", "batch": {"samples": 4}}
+        optimizer = {"offload": offloads, "state_dtype": state_dtype}
+        job = make_job({**settings, "model": model, "optimizer": optimizer})
+        batches = SampleStream(synthetic_source(job, 64), 0)
+        engine = parallelize(prepare(job, Layout()), torch.device("cuda"))
+        optimizer = engine.make_optimizer(job)
+        take = make_step_fn(engine, optimizer, 1.0, graph)
+        for number in range(8):
+            take(batches.read(rank_positions(number, 4, 1, 0)).to(torch.device("cuda")))
+        assert {str(state["exp_avg"].device) for state in optimizer.state.values()} == {"cpu" if offloads else "cuda:0"}
+        assert not graph or take.graph is not None
+        torch.cuda.synchronize()
+        weights[offloads] = {shard.name: shard.tensor.cpu() for shard in engine.param_shards}
+    for name, weight in weights[False].items():
+        assert torch.equal(weights[True][name], weight), name
 
 
 if __name__ == "__main__":

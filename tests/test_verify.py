@@ -14,7 +14,7 @@ import pytest
 from pairwise import Case, cover, pairs
 
 from shardwise.errors import JobError, LayoutError
-from shardwise.job import Job, make_job
+from shardwise.job import DataConfig, Job, make_job
 from shardwise.launch.launch import check_layout_fits
 from shardwise.layout import Layout, micro_batch_error
 from shardwise.parallel import context
@@ -50,6 +50,8 @@ MODEL = {
     # Vocabulary and hidden features: even, odd.
     "sizes": ((64, 48), (61, 50)),
     "layers": (4, 6),
+    # Several conversations in a sample (data.pack).
+    "pack": (True, False),
 }
 
 
@@ -82,10 +84,11 @@ def _micro_batch_counts(layout: Layout) -> list[int]:
 
 
 def job_of(case: Case, layout: Layout) -> Job:
-    model = {key: case[key] for key in MODEL if key not in ("heads", "sizes")}
+    model = {key: case[key] for key in MODEL if key not in ("heads", "sizes", "pack")}
     model["heads"], model["kv_heads"] = case["heads"]
     model["vocab"], model["ffn"] = case["sizes"]
-    return tiny(layout.data * layout.micro_batch * micro_batches(case, layout), **model)
+    job = tiny(layout.data * layout.micro_batch * micro_batches(case, layout), **model)
+    return job.model_copy(update={"data": DataConfig(source="chat", path="none", pack=case["pack"])})
 
 
 def tiny(samples: int, **model: Any) -> Job:
@@ -124,7 +127,8 @@ CASES = cover([[case for case in every(LAYOUT) if layout_of(case)], every(MODEL)
 
 def name_of(case: Case) -> str:
     heads, sizes = ("/".join(map(str, case[key])) for key in ("heads", "sizes"))
-    words = [case["positions"], case["norm"], case["activation"], "bias" * case["bias"], "tied" * case["tied"]]
+    words = [case["positions"], case["norm"], case["activation"], "bias" * case["bias"], "tied" * case["tied"],
+             "packed" * case["pack"]]  # fmt: skip
     return f"{layout_of(case)} count={case['count']} {' '.join(filter(None, words))} {heads} {sizes} x{case['layers']}"
 
 

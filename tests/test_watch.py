@@ -164,7 +164,6 @@ def test_an_uneven_stage_computes_and_the_other_has_the_bubble(tmp_path: Path) -
     assert found is not None and found["measured"]["steps"] == 2
     assert len(found["measured"]["actions"]) == len(found["predicted"]["actions"]) == 2 * 2 * 8
     assert found["measured"]["bubble"] > 0.2
-    assert abs(found["measured"]["bubble"] - found["simulated"]["bubble"]) < 0.2
     rows = {row[0]: row for row in page_data(run)["plan"]["rows"]}
     assert "pipeline bubble" in rows and rows["pipeline bubble"][1].endswith("%")
 

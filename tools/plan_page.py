@@ -14,9 +14,10 @@ from html import escape
 from pathlib import Path
 from string import Template
 
+from draw import svg_text
+
 from shardwise.cluster import GIB
 from shardwise.console import format_seconds
-from shardwise.draw import svg_text
 from shardwise.files import require_parent_folder, write_text
 from shardwise.layout import micro_batch_error
 from shardwise.planner.estimate import Prediction

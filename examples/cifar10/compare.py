@@ -29,8 +29,6 @@ import torch
 from async_server import ParameterServerWorker
 from torch import Tensor
 
-from shardwise.bench.comm import push_pull_schedule
-from shardwise.comm import allreduce
 from shardwise.comm.world import run_world
 from shardwise.data.cifar10 import TEST_FILE, TRAIN_FILES
 from shardwise.data.images import SyntheticImages
@@ -42,6 +40,10 @@ from shardwise.models.chain import init_weights
 from shardwise.models.resnet import ClassifierHead
 
 HERE = Path(__file__).parent
+sys.path.append(str(HERE.parents[1] / "benchmarks"))
+import allreduce  # noqa: E402
+from allreduce import push_pull_schedule  # noqa: E402
+
 RANKS, EVERY, STALENESS = 4, 20, 2
 WARMUP_STEPS = 3  # not timed
 

@@ -16,11 +16,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from shardwise.draw import write_svg
 from shardwise.errors import DataError
-from shardwise.laws.command import draw_fit, fit_text
+from shardwise.laws.command import fit_lines
 from shardwise.laws.fit import fit_scaling_law
-from shardwise.laws.fitted_law import fit_as_dict, parse_fitted_law
+from shardwise.laws.fitted_law import fit_as_dict, parse_fitted_law, write_fit
 from shardwise.laws.isoflop_grid import design_grid, write_grid
 from shardwise.laws.recommend import prediction_interval
 from shardwise.laws.runs import read_runs
@@ -31,6 +30,7 @@ SETTINGS = [
     "model.sequence=32", "validation.samples=2048", "layout=replicate=1", "data.source=stdlib", "run.device=cpu",
 ]  # fmt: skip
 ALLOWED = 0.03
+TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
 
 def train(path: Path, folder: Path) -> None:
@@ -61,21 +61,26 @@ def main() -> None:
     options = parser.parse_args()
     folder: Path = options.folder
     settings = [*SETTINGS, f"seed={options.seed}"]
-    grid = design_grid(**GRID, family="gpt", settings=settings, parameter_scope="all", folder=folder)  # type: ignore[arg-type]
-    (largest,) = design_grid(LARGEST, LARGEST, 1, 1, 1.0, "gpt", settings, "all", folder)
-    jobs = [largest, *grid]
+    grid = design_grid(**GRID, settings=settings, parameter_scope="all", folder=folder)  # type: ignore[arg-type]
+    jobs = [*design_grid(LARGEST, LARGEST, 1, 1, 1.0, settings, "all", folder), *grid]
+    write_grid(jobs)
+    largest, *run_folders = (Path(job.job.run.folder) for job in jobs)
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(train, write_grid(jobs, folder), [folder / "runs" / job.name for job in jobs]))
+        list(pool.map(train, [job.path for job in jobs], [largest, *run_folders]))
 
-    run_folders = [folder / "runs" / job.name for job in grid]
-    print(fit_text(run_folders, None, 400, 0, "all", folder / "law.json", None, False))
     fit = fit_scaling_law(read_runs(run_folders))
+    values = fit_as_dict(fit)
+    write_fit(folder / "law.json", values)
+    print("\n".join(fit_lines(values)))
     if options.plot:
-        write_svg(draw_fit(fit, "Scaling law of tiny decoders on the standard library's text"), options.plot)
-    run = read_runs([folder / "runs" / largest.name])
+        sys.path.append(str(TOOLS))
+        from plot_law import draw_fit
+
+        options.plot.write_text(draw_fit(fit, "Scaling law of tiny decoders on the standard library's text"))
+    run = read_runs([largest])
     N, D, loss = float(run.parameters[0]), float(run.tokens[0]), float(run.loss[0])
     predicted = float(fit.law.loss(N, D))
-    low, high = prediction_interval(parse_fitted_law(fit_as_dict(fit), "the grid"), N, D)
+    low, high = prediction_interval(parse_fitted_law(values, "the grid"), N, D)
     print(f"largest run: {N:,.0f} parameters, {D:,.0f} tokens: loss {loss:.4f}")
     prediction = f"predicted from the {len(fit.runs)} other runs: {predicted:.4f} (95%: {low:.4f} to {high:.4f})"
     print(f"{prediction}, error {predicted / loss - 1:+.2%}")

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -47,8 +46,10 @@ def context_refusal(
     """Returns why a module on the meta device cannot be split along the sequence; empty if it can.
 
     `run` computes a batch with the module, within `attending`; `interface` is what its attention must go through."""
-    calls: dict[str, int] = {}
-    handles = [module.get_submodule(name).register_forward_hook(partial(_count, calls, name)) for name in blocks]
+    counts: list[int] = []  # calls of our attention, when each block has run
+    handles = [
+        module.get_submodule(name).register_forward_hook(lambda *args: counts.append(SPLIT.calls)) for name in blocks
+    ]
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     module.eval()  # nothing is drawn at random
     split_sequence(None, None, None)
@@ -67,14 +68,9 @@ def context_refusal(
         module.train()
         for handle in handles:
             handle.remove()
-    counts = [calls[name] for name in blocks]
     missing = [name for name, before, after in zip(blocks, [0, *counts], counts, strict=False) if before == after]
     if missing or not SPLIT.calls:
         return f"{missing[0] if missing else 'it'} does not attend through {interface}"
     if uses.convolves:
         return "it convolves over positions"
     return "its positions depend on the tokens (padding)" if uses.looks_up_computed else ""
-
-
-def _count(calls: dict[str, int], name: str, *hook_args: Any) -> None:
-    calls[name] = SPLIT.calls

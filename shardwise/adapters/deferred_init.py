@@ -227,18 +227,16 @@ def build_deferred(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module
         torch.manual_seed(hash_key("module build", seed) & (2**63 - 1))
         module = build()
     module = _copy_prebuilt(module, {})
-    slots = [(part._parameters, name) for part in module.modules() for name in part._parameters]
-    for parameters, name in slots:
-        parameter = parameters[name]
-        if parameter is not None and not _is_fake(parameter):  # assigned without registering it
-            parameters[name] = recorder.to_fake(parameter)
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None and not _is_fake(parameter):  # assigned without registering it
+                part._parameters[name] = recorder.to_fake(parameter)
     deferred = DeferredInit(recorder, module)
     on_meta: dict[int, nn.Parameter] = {}
-    for parameters, name in slots:
-        parameter = parameters[name]
-        if parameter is not None:
-            if id(parameter) not in on_meta:  # tied parameters stay tied
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
                 new = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
-                on_meta[id(parameter)] = nn.Parameter(new, parameter.requires_grad)
-            parameters[name] = on_meta[id(parameter)]
+                moved = nn.Parameter(new, parameter.requires_grad)
+                part._parameters[name] = on_meta.setdefault(id(parameter), moved)  # tied parameters stay tied
     return module, deferred

@@ -20,7 +20,7 @@ from torch.utils._pytree import TreeSpec, tree_map_only, tree_unflatten
 
 from shardwise.adapters.anatomy import TRACED_SAMPLES, Anatomy
 from shardwise.adapters.function_modes import KeepFloat64
-from shardwise.adapters.split_attention import split_sequence
+from shardwise.adapters.split_attention import SPLIT, split_sequence
 from shardwise.adapters.task import Task
 from shardwise.adapters.tensor_plan import scale_head_counts
 from shardwise.errors import LayoutError
@@ -238,16 +238,14 @@ class ModuleChain(Chain):
     def fsdp_units(self) -> Sequence[nn.Module]:
         own = {name for name, _ in self.root.named_modules()}
         units = [self.root.get_submodule(name) for name in self.anatomy.units if name in own]
-        can_shard_blocks = not self._shares_block_parameters() and self.anatomy.altered.isdisjoint(self.anatomy.blocks)
+        uses = [parts for parts in self.anatomy.parts_of.values() if len(parts) > 1]
+        shares_block_parameters = any(0 < part <= len(self.anatomy.blocks) for parts in uses for part in parts)
+        can_shard_blocks = not shares_block_parameters and self.anatomy.altered.isdisjoint(self.anatomy.blocks)
         blocks = self.blocks() if can_shard_blocks else []
         return [
             unit for unit in (*units, *blocks)
             if any(True for _ in unit.parameters()) and not getattr(unit, "stacks_experts", False)
         ]  # fmt: skip
-
-    def _shares_block_parameters(self) -> bool:
-        last = len(self.anatomy.blocks)
-        return any(len(parts) > 1 and any(0 < p <= last for p in parts) for parts in self.anatomy.parts_of.values())
 
     def to(self, dtype: torch.dtype) -> Self:  # type: ignore[override]
         """Casts the parameters; buffers, such as rotary frequencies, keep their precision unless it is exceeded."""
@@ -320,6 +318,7 @@ class ModuleChain(Chain):
         dtype = self.compute_dtype
         leaves = [leaf.to(dtype) if dtype and leaf.is_floating_point() else leaf for leaf in leaves]
         self.state.update(ids=ids, stream=x if self.parts[0] else None)
+        SPLIT.document_ids = extra_inputs.get("document_ids")
         try:
             with KeepFloat64() if dtype is torch.float64 else nullcontext():
                 measured: dict[str, float] | None = None if self.training else {}
@@ -335,6 +334,8 @@ class ModuleChain(Chain):
                 f"tensor_plan: shapes do not fit in {self._name_of_failing(error)} ({error}); check its style and "
                 "those of the modules around it."
             ) from error
+        finally:
+            SPLIT.document_ids = None
         if self.anatomy.reads_values:
             loss = _EveryGradient.apply(loss, *(p for p in self.root.parameters() if p.requires_grad))
         if self.task.count is None:

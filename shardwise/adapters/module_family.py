@@ -38,7 +38,7 @@ from shardwise.models.family import Family
 from shardwise.models.layers import Linear
 from shardwise.models.operator_costs import OperatorCosts, merge_costs
 from shardwise.models.sharding import ShardingPlan
-from shardwise.models.trace import interpolate_traces, trace_module
+from shardwise.models.trace import trace_family, trace_module
 
 SCRIPT_PREFIX = "script:"
 SCRIPT_TASKS: dict[str, Task] = {}
@@ -201,6 +201,7 @@ class ModuleFamily(Family):
         chain = meta_chain(config)
         anatomy, plan = chain.anatomy, chain.sharding_plan
         refused = {"expert": "it has no experts that can be split; leave expert at 1."}
+        refused["pack"] = f"{config.description} may let the conversations of a sample see one another; leave pack out."
         if not _block_linears(chain.root, anatomy):
             refused["fp8"] = "its blocks have no nn.Linear; use bf16."
         if reason := check_context(config)[0]:
@@ -251,8 +252,7 @@ class ModuleFamily(Family):
         return [flops / 2 for flops in meta_chain(config).anatomy.flops]  # traced on two samples
 
     def operator_costs(self, config: Any, itemsize: int) -> Callable[..., tuple[OperatorCosts, ...]]:
-        whole = trace_parts(self, config, itemsize)
-        chain = meta_chain(config)
+        whole, chain = trace_family(self, config, itemsize), meta_chain(config)
         part_of = {name: parts[0] for name, parts in chain.anatomy.parts_of.items()}
         split = {part_of[name] for name in part_of if chain.sharding_plan.shard_dim_of(name) is not None}
 
@@ -263,6 +263,13 @@ class ModuleFamily(Family):
             return tuple(_on_tensor_rank(part, tensor) if n in split else part for n, part in enumerate(parts))
 
         return lru_cache(maxsize=64)(costs)
+
+    def trace_costs(self, config: Any, samples: int, dtype: torch.dtype) -> tuple[OperatorCosts, ...]:
+        chain = self.build_on_meta(config).to(dtype)
+        chain.compute_dtype = dtype
+        parts = {name: chain.root.get_submodule(name) for name in (*chain.anatomy.blocks, *chain.anatomy.units)}
+        batch = self.example_batch(config, samples, dtype)
+        return _ordered(chain, trace_module(chain, parts=parts, has_equal_children=False, **batch))
 
     def stage_shapes(self, config: Any, layout: Any, samples: int) -> tuple[Tensor, tuple[int, ...]]:
         first = self.example_batch(config, samples, torch.float32)["x"]
@@ -288,7 +295,7 @@ class ModuleFamily(Family):
             lora.add_initialized(module, config.lora, meta_chain(config), seed)
         return module
 
-    def reference_loss(self, config: Any, module: nn.Module, samples: Any) -> Tensor:
+    def reference_loss(self, config: Any, module: nn.Module, samples: Any, document_ids: Any = None) -> Tensor:
         """Returns the loss of a batch, as a mean over its targets."""
         task = self.task(config)
         module.__dict__["shardwise_state"]["ids"] = samples.ids
@@ -297,7 +304,9 @@ class ModuleFamily(Family):
         dtype = next(module.parameters()).dtype
         leaves = [leaf.to(dtype) if leaf.is_floating_point() else leaf for leaf in leaves]
         with KeepFloat64() if dtype is torch.float64 else torch.enable_grad():
+            SPLIT.document_ids = document_ids
             loss = task.call(module, tree_unflatten(leaves, spec))
+            SPLIT.document_ids = None
         return loss if task.count is None else loss / samples.num_targets
 
     def explain_difference(self, config: Any, layout: Any, kind: str) -> str:
@@ -342,24 +351,6 @@ def meta_chain(config: Any) -> ModuleChain:
     return chain
 
 
-@lru_cache(maxsize=8)
-def trace_parts(family: Any, config: Any, itemsize: int) -> Callable[..., tuple[OperatorCosts, ...]]:
-    """Returns a function from a micro-batch size to the costs of each part."""
-    dtype = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16}[itemsize]
-
-    @lru_cache(maxsize=16)
-    def trace(samples: int) -> tuple[OperatorCosts, ...]:
-        chain: ModuleChain = family.build_on_meta(config)
-        chain.to(dtype)
-        chain.compute_dtype = dtype
-        names = [*chain.anatomy.blocks, *chain.anatomy.units]
-        parts = {name: chain.root.get_submodule(name) for name in names}
-        found = trace_module(chain, parts=parts, **family.example_batch(config, samples, dtype))
-        return tuple(_ordered(chain, found))
-
-    return interpolate_traces(trace)
-
-
 def _on_tensor_rank(costs: OperatorCosts, tensor: int) -> OperatorCosts:
     """Returns the costs of a part on one of several tensor ranks, assuming that its matmuls are split, half of what it
     saves and moves is, and its output is all-reduced twice."""
@@ -372,7 +363,7 @@ def _on_tensor_rank(costs: OperatorCosts, tensor: int) -> OperatorCosts:
     )  # fmt: skip
 
 
-def _ordered(chain: ModuleChain, found: tuple[OperatorCosts, ...]) -> list[OperatorCosts]:
+def _ordered(chain: ModuleChain, found: tuple[OperatorCosts, ...]) -> tuple[OperatorCosts, ...]:
     """Merges what lies outside of the blocks into one part before and one after them."""
     anatomy = chain.anatomy
     blocks = [costs for costs in found if costs.name in anatomy.blocks]
@@ -383,7 +374,7 @@ def _ordered(chain: ModuleChain, found: tuple[OperatorCosts, ...]) -> list[Opera
             is_after = not costs.name or any(len(anatomy.blocks) + 1 in parts for parts in used)
             ends[is_after].append(costs)
     first, last = (merge_costs("ends", end, sum(costs.output_bytes for costs in end)) for end in ends)
-    return [first, *blocks, last]
+    return first, *blocks, last
 
 
 class TaskReached(BaseException):

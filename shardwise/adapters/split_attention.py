@@ -24,6 +24,8 @@ class SplitSequence:
     all_positions: Tensor | None = None
     """The positions of all ranks, in the order in which their keys are gathered."""
     attention_fn: Callable[..., Tensor] | None = None
+    document_ids: Tensor | None = None
+    """The document of each token of the whole sequence (B, S), in a forward whose samples hold several."""
     calls: int = 0
     """How often our attention was called."""
     heads: int = 1

@@ -13,26 +13,20 @@ style of their own.
 
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
+from pathlib import Path
 
 from torch import nn
 
 from shardwise.adapters.anatomy import Anatomy
 from shardwise.errors import JobError, suggest
+from shardwise.files import parse_toml
 from shardwise.models import sharding
 
 STYLES = ("colwise", "rowwise", "rowwise_split", "colwise_gather", "vocab")
 
-# What layers are called in many models, for those without a plan: a hint, which is proven like any other.
-HEAD_NAMES = (
-    "q_proj", "k_proj", "v_proj", "query", "key", "value", "query_proj", "key_proj", "value_proj", "q_lin", "k_lin",
-    "v_lin",
-)  # fmt: skip
-COLWISE_NAMES = (*HEAD_NAMES, "fc1", "lin1", "up_proj", "gate_proj", "intermediate.dense")
-ROWWISE_NAMES = ("o_proj", "out_proj", "output.dense", "out_lin", "fc2", "lin2", "down_proj")
-
-HEAD_COUNTS = (
-    "num_heads", "num_attention_heads", "num_key_value_heads", "n_heads", "embed_dim", "hidden_size", "all_head_size"
-)  # fmt: skip
+NAMES = parse_toml((Path(__file__).parent / "names.toml").read_text(encoding="utf-8"))
+"""What layers and config fields are called in models that are not ours."""
+HEAD_NAMES, COLWISE_NAMES, ROWWISE_NAMES = (tuple(NAMES["layers"][key]) for key in ("heads", "colwise", "rowwise"))
 
 
 def guess_plan(module: nn.Module, anatomy: Anatomy) -> dict[str, str]:
@@ -40,7 +34,7 @@ def guess_plan(module: nn.Module, anatomy: Anatomy) -> dict[str, str]:
     plan: dict[str, str] = {}
     for block in anatomy.blocks:
         linear = [name for name, part in module.get_submodule(block).named_modules() if isinstance(part, nn.Linear)]
-        columns = {f"{block}.{name}": "colwise" for name in linear if name.endswith(COLWISE_NAMES)}
+        columns = {f"{block}.{name}": "colwise" for name in linear if name.endswith(HEAD_NAMES + COLWISE_NAMES)}
         # Attention whose queries, keys and values are one layer stays whole.
         split = {name.partition(".")[0] for name in linear if name.endswith(HEAD_NAMES)}
         linear = [name for name in linear if name.partition(".")[0] in split or "att" not in name.partition(".")[0]]
@@ -108,7 +102,7 @@ def scale_head_counts(root: nn.Module, plan: sharding.ShardingPlan, degree: int)
     """Divides the counts of heads and of their features that attention modules keep as attributes."""
     for name in {rule.parameter.rsplit(".", 2)[0] for rule in plan.shard_dims if rule.unit > 1}:
         module = root.get_submodule(name)
-        for key in HEAD_COUNTS:
+        for key in NAMES["layers"]["head_counts"]:
             value = module.__dict__.get(key)
             if isinstance(value, int) and value % degree == 0:
                 setattr(module, key, value // degree)

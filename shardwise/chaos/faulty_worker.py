@@ -28,8 +28,12 @@ from shardwise.train import checkpoint
 from shardwise.train.checkpoint_folder import valid_checkpoints
 from shardwise.train.loop import TrainingLoop
 
+Hook = Callable[..., None]
 PHASES = ("data", "forward", "backward", "optimizer", "save", "load")
-SIGNALS = {"kill": signal.SIGKILL, "abort": signal.SIGABRT, "segfault": signal.SIGSEGV, "native abort": signal.SIGABRT}
+SIGNALS = {
+    "kill": signal.SIGKILL, "flip": signal.SIGKILL, "flip memory": signal.SIGKILL, "stop": signal.SIGSTOP,
+    "abort": signal.SIGABRT, "native abort": signal.SIGABRT, "segfault": signal.SIGSEGV,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,17 +57,14 @@ def trigger_times(run: Path) -> dict[int, float]:
     return {int(path.name): float(path.read_text()) for path in (run / "faults").glob("[0-9]*")}
 
 
-def samples_by_step(run: Path) -> dict[int, list[int]]:
-    """Returns the sorted sample indices of the last execution of each step."""
-    ids_by_file: dict[tuple[int, str], list[int]] = {}
+def samples_used(run: Path) -> list[int]:
+    """Returns the sample indices of the last execution of every step."""
+    samples: dict[tuple[str, int], list[int]] = {}
     for path in (run / "faults").glob("samples-*"):
         for line in path.read_text().splitlines():
             step, *ids = map(int, line.split())
-            ids_by_file[step, path.name] = ids
-    samples: dict[int, list[int]] = {}
-    for (step, _), ids in ids_by_file.items():
-        samples[step] = sorted(samples.get(step, []) + ids)
-    return samples
+            samples[path.name, step] = ids
+    return [index for ids in samples.values() for index in ids]
 
 
 class FaultInjector:
@@ -73,25 +74,22 @@ class FaultInjector:
         self.run_path, self.trainer, self.faults, self.step = run_path, trainer, faults, 0
 
     def install(self) -> None:
-        trainer, engine, original_set_phase = self.trainer, self.trainer.engine, self.trainer.set_phase
-
-        def set_phase(phase: str, step: int) -> None:
-            self.step = step
-            original_set_phase(phase, step)
-            if phase in ("data", "loading"):
-                self.trigger("load" if phase == "loading" else phase)
-
-        trainer.set_phase = set_phase
+        trainer, engine = self.trainer, self.trainer.engine
+        wrap(trainer, "set_phase", after=self._on_phase)
         if engine.is_data_leader:
             wrap(engine, "run", before=self._log_samples)
-        if not self.faults:
-            return
-        engine.chains[0].register_forward_hook(self._on_forward)
-        trainer.optimizer.register_step_pre_hook(lambda *_: self.trigger("optimizer"))
-        wrap(checkpoint, "write_pieces", after=lambda: self.trigger("save"))
-        wrap(engine.data, "reduce_gradients", after=self._inject_nan)
-        gradients = trainer.corruption_detector.state_checksums.gradients
-        wrap(stepping, "reduce_loss_and_norm", before=lambda *_: self._inject_bit_flip(gradients, "gradient"))
+        if self.faults:
+            engine.chains[0].register_forward_hook(self._on_forward)
+            trainer.optimizer.register_step_pre_hook(lambda *_: self.trigger("optimizer"))
+            wrap(checkpoint, "write_pieces", after=lambda *_: self.trigger("save"))
+            wrap(engine.data, "reduce_gradients", after=self._inject_nan)
+            gradients = trainer.corruption_detector.state_checksums.gradients
+            wrap(stepping, "reduce_loss_and_norm", before=lambda *_: self._inject_bit_flip(gradients, "gradient"))
+
+    def _on_phase(self, phase: str, step: int) -> None:
+        self.step = step
+        if phase in ("data", "loading"):
+            self.trigger("load" if phase == "loading" else phase)
 
     def _log_samples(self, samples: Samples, scale: Tensor) -> None:
         with (self.run_path / "faults" / f"samples-{self.trainer.engine.mesh.rank}").open("a") as file:
@@ -116,21 +114,19 @@ class FaultInjector:
         state_checksums = self.trainer.corruption_detector.state_checksums
         self._inject_bit_flip(state_checksums.weights, "weight", phase)
         self._inject_bit_flip(lambda: state_checksums.states()[:-1], "state", phase)  # the last has the step counts
-        fault = self.take_due(*SIGNALS, "stop", "flip", "flip memory", phase=phase)
+        fault = self.take_due(*SIGNALS, phase=phase)
         if fault is None:
             return
         if fault.kind == "native abort":
             libc, delay = ctypes.CDLL(None), fault.number % 4 * 0.005  # in this phase, or somewhat later
             thread = (ctypes.byref(ctypes.c_ulong()), None, libc.abort, None)
             threading.Timer(delay, libc.pthread_create, thread).start()
-        elif fault.kind == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        else:
-            if fault.kind == "flip":
-                corrupt_checkpoint(self.run_path, fault.number)
-            elif fault.kind == "flip memory":
-                corrupt_snapshots(Path(self.trainer.snapshots), fault.rank)
-            os.kill(os.getpid(), SIGNALS.get(fault.kind, signal.SIGKILL))
+            return
+        if fault.kind == "flip":
+            corrupt_checkpoint(self.run_path, fault.number)
+        elif fault.kind == "flip memory":
+            corrupt_snapshots(Path(self.trainer.snapshots), fault.rank)
+        os.kill(os.getpid(), SIGNALS[fault.kind])
 
     def _inject_bit_flip(self, tracked: Callable[[], list[TrackedTensor]], kind: str, phase: str | None = None) -> None:
         """Flips a bit of one element of a random tensor, and records which tensor."""
@@ -146,23 +142,19 @@ class FaultInjector:
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(lambda gradient: self.trigger("backward"))
 
-    def _inject_nan(self) -> None:
+    def _inject_nan(self, *_: Any) -> None:
         if self.take_due("nan"):
             self.trainer.engine.param_shards[0].grad.view(-1)[:1] = float("nan")
 
 
-def wrap(
-    owner: Any, name: str, before: Callable[..., None] | None = None, after: Callable[[], None] | None = None
-) -> None:
-    """Makes a method or function of `owner` call `before` with its arguments, and `after`."""
+def wrap(owner: Any, name: str, before: Hook = lambda *_: None, after: Hook = lambda *_: None) -> None:
+    """Makes a method or function of `owner` call `before` and `after` with its arguments."""
     original = getattr(owner, name)
 
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        if before is not None:
-            before(*args, **kwargs)
-        result = original(*args, **kwargs)
-        if after is not None:
-            after()
+    def wrapped(*args: Any) -> Any:
+        before(*args)
+        result = original(*args)
+        after(*args)
         return result
 
     setattr(owner, name, wrapped)
@@ -194,9 +186,7 @@ def corrupt_snapshots(folder: Path, rank: int) -> None:
     """Flips one bit in each snapshot of a rank."""
     for path in folder.glob(f"rank-{rank}.[0-9]"):
         with path.open("r+b") as file:
-            byte = file.read(1)[0]
-            file.seek(0)
-            file.write(bytes([byte ^ 64]))  # one bit differs
+            file.write(bytes([path.read_bytes()[0] ^ 64]))
 
 
 def main(arguments: list[str], injector: type[FaultInjector] = FaultInjector) -> None:

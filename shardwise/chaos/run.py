@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardwise.chaos.faulty_worker import PHASES, Fault, inject_faults, samples_by_step, trigger_times
-from shardwise.console import pluralize
+from shardwise.chaos.faulty_worker import PHASES, Fault, inject_faults, samples_used, trigger_times
+from shardwise.console import align_columns, pluralize
 from shardwise.errors import JobError
 from shardwise.job import Job, load_job
 from shardwise.launch.launch import launch
@@ -22,7 +22,7 @@ from shardwise.workers.fork_server import ForkServer
 FAULTY_WORKER = "shardwise.chaos.faulty_worker"
 BIT_FLIP_KINDS = ("weight", "state", "gradient")  # tensors in which a bit is flipped
 FAULT_KINDS = ("kill", "kill", "kill", "stop", "flip", "nan", *BIT_FLIP_KINDS)
-EXPECTED_EVENT = {"kill": "killed", "stop": "suspended", "flip": "killed", "nan": "rollback"}
+EXPECTED_EVENT = {"kill": "killed", "stop": "suspended", "flip": "killed"}
 EXPECTED_EVENT |= dict.fromkeys(BIT_FLIP_KINDS, "corruption")
 FAILURE_EVENTS = ("killed", "suspended", "hung", "failed", "rollback", "corruption")
 
@@ -50,7 +50,7 @@ class ChaosReport:
 
     @property
     def ok(self) -> bool:
-        same_samples = not self.lost_samples and not self.repeated_samples
+        same_samples = self.lost_samples == self.repeated_samples == 0
         all_detected = all(outcome.detected_as for outcome in self.outcomes)
         return self.finished and self.matches_baseline and same_samples and all_detected
 
@@ -58,25 +58,23 @@ class ChaosReport:
         return asdict(self) | {"ok": self.ok}
 
     def text(self) -> str:
-        rows = ["fault     rank  step  phase      detected    after"]
-        rows.append("--------  ----  ----  ---------  ----------  ------")
+        rows = [["fault", "rank", "step", "phase", "detected", "after"]]
         for outcome in self.outcomes:
             fault, after = outcome.fault, f"{outcome.seconds:.2f} s" if outcome.detected_as else ""
-            columns = f"{fault.kind:<8}  {fault.rank:>4}  {fault.step:>4}  {fault.phase:<9}"
-            rows.append(f"{columns}  {outcome.detected_as or 'NO':<10}  {after}")
-        attributed = sum(outcome.is_attributed for outcome in self.outcomes)
+            rows.append([fault.kind, str(fault.rank), str(fault.step), fault.phase, outcome.detected_as or "NO", after])
+        attributed = sorted(outcome.seconds for outcome in self.outcomes if outcome.is_attributed)
         masked = sum(outcome.detected_as == "masked" for outcome in self.outcomes)
-        seconds = sorted(outcome.seconds for outcome in self.outcomes if outcome.is_attributed) or [0.0]
-        rows += [
-            f"layout '{self.layout}': {pluralize(len(self.outcomes), 'fault')}, {attributed} attributed correctly, "
-            f"{masked} masked by another fault",
-            f"time to detect: median {seconds[len(seconds) // 2]:.2f} s, maximum {seconds[-1]:.2f} s",
+        slowest, middle = (attributed[-1], attributed[len(attributed) // 2]) if attributed else (0.0, 0.0)
+        return "\n".join([
+            *align_columns(rows, left=(0, 3, 4)),
+            f"layout '{self.layout}': {pluralize(len(self.outcomes), 'fault')}, "
+            f"{len(attributed)} attributed correctly, {masked} masked by another fault",
+            f"time to detect: median {middle:.2f} s, maximum {slowest:.2f} s",
             f"the run {'finished' if self.finished else 'DID NOT FINISH'}; its losses "
             f"{'are bitwise equal to' if self.matches_baseline else 'DIFFER FROM'} those of the fault-free run",
             f"samples lost: {self.lost_samples}, repeated: {self.repeated_samples}",
             f"checkpoints corrupted: {self.corrupted_checkpoints}, rejected on load: {self.rejected_checkpoints}",
-        ]
-        return "\n".join(rows)
+        ])  # fmt: skip
 
 
 def draw_faults(count: int, seed: int, layout: Layout, job: Job) -> list[Fault]:
@@ -109,20 +107,18 @@ def run_chaos(job_file: Path | None, settings: list[str], faults: int, seed: int
     require_memory(job, 8, layout.world)
     if layout.world == 1:
         raise JobError(f"layout '{layout}' has one process, which runs without a supervisor; chaos needs two or more.")
-    baseline = RunFolder.create(_derive_job(job, "baseline", faults))
+    drawn, runs = draw_faults(faults, seed, layout, job), []
     fork_server = ForkServer(FAULTY_WORKER)
     try:
-        inject_faults(baseline.path, [])
-        say("run without faults:")
-        launch(baseline, layout, resume=False, entry=f"{FAULTY_WORKER}:main", fork_server=fork_server)
-        say(f"run with {pluralize(faults, 'fault')}:")
-        faulty = RunFolder.create(_derive_job(job, "faulty", faults))
-        drawn = draw_faults(faults, seed, layout, job)
-        inject_faults(faulty.path, drawn)
-        launch(faulty, layout, resume=False, entry=f"{FAULTY_WORKER}:main", fork_server=fork_server)
+        for name, injected in (("baseline", []), ("faulty", drawn)):
+            say(f"run with {pluralize(len(injected), 'fault')}:" if injected else "run without faults:")
+            run = RunFolder.create(_derive_job(job, name, faults))
+            inject_faults(run.path, injected)
+            launch(run, layout, resume=False, entry=f"{FAULTY_WORKER}:main", fork_server=fork_server)
+            runs.append(run)
     finally:
         fork_server.close()
-    return evaluate_run(str(layout), drawn, faulty, baseline)
+    return evaluate_run(str(layout), drawn, *runs)
 
 
 def _derive_job(job: Job, name: str, faults: int) -> Job:
@@ -135,39 +131,32 @@ def _derive_job(job: Job, name: str, faults: int) -> Job:
     return job.model_copy(update={"run": job.run.model_copy(update=changes), "checkpoint": checkpoint})
 
 
-def evaluate_run(layout: str, faults: list[Fault], faulty: RunFolder, baseline: RunFolder) -> ChaosReport:
+def evaluate_run(layout: str, faults: list[Fault], baseline: RunFolder, faulty: RunFolder) -> ChaosReport:
     """Matches each triggered fault with the first failure event after it, and compares the run with its baseline."""
     times = trigger_times(faulty.path)
-    triggered = sorted((fault for fault in faults if fault.number in times), key=lambda fault: times[fault.number])
-    events = [event for event in faulty.events() if event["event"] in FAILURE_EVENTS and "settled" not in event]
-    event_by_fault = {
-        fault.number: next((event for event in events if event["time"] >= times[fault.number]), None)
-        for fault in triggered
-    }
-    attributed = {fault.number for fault in triggered if _is_attributed(event_by_fault[fault.number], fault)}
+    all_events = list(faulty.events())
+    kinds = [event["event"] for event in all_events]
+    failures = [event for event in all_events if event["event"] in FAILURE_EVENTS and "settled" not in event]
+    found = []
+    for fault in sorted((fault for fault in faults if fault.number in times), key=lambda fault: times[fault.number]):
+        event = next((event for event in failures if event["time"] >= times[fault.number]), None)
+        found.append((fault, event, event is not None and _is_attributed(event, fault)))
     outcomes = []
-    for fault in triggered:
-        event, is_attributed = event_by_fault[fault.number], fault.number in attributed
-        is_masked = any(event_by_fault[number] is event for number in attributed)
+    for fault, event, is_attributed in found:
+        is_masked = any(other is event for _, other, explained in found if explained)
         detected_as = "" if event is None else event["event"] if is_attributed else "masked" if is_masked else ""
         seconds = event["time"] - times[fault.number] if event else 0.0
         outcomes.append(FaultOutcome(fault, detected_as, seconds, is_attributed))
-    expected_samples, used_samples = (
-        [index for ids in samples_by_step(run.path).values() for index in ids] for run in (baseline, faulty)
-    )
-    kinds = [event["event"] for event in faulty.events()]
+    expected, used = samples_used(baseline.path), samples_used(faulty.path)
     return ChaosReport(
         layout, outcomes, "finished" in kinds, _loss_curve(faulty) == _loss_curve(baseline),
-        lost_samples=len(set(expected_samples) - set(used_samples)),
-        repeated_samples=len(used_samples) - len(set(used_samples)),
+        lost_samples=len(set(expected) - set(used)), repeated_samples=len(used) - len(set(used)),
         corrupted_checkpoints=len(list((faulty.path / "faults").glob("flipped-*"))),
         rejected_checkpoints=kinds.count("checkpoint_corrupt"),
     )  # fmt: skip
 
 
-def _is_attributed(event: dict[str, Any] | None, fault: Fault) -> bool:
-    if event is None:
-        return False
+def _is_attributed(event: dict[str, Any], fault: Fault) -> bool:
     if fault.kind == "nan" and event["event"] == "rollback":
         return bool(event["step"] >= fault.step)
     # A NaN on one replica only is reported as corruption: its copies differ.

@@ -14,14 +14,16 @@ slower.
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, cast
 
 from shardwise.console import pluralize
-from shardwise.data import criteo
+from shardwise.data import chat, criteo
+from shardwise.data.chat_template import CHATML_TOKENS, load_template
 from shardwise.data.cifar10 import IMAGE_SIZE, NUM_CLASSES, open_cifar10
 from shardwise.data.images import ImageAugmentation, SyntheticImages
 from shardwise.data.input_files import BadRecords, DataFile, DataRecord
@@ -32,6 +34,7 @@ from shardwise.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, p
 from shardwise.errors import DataError
 from shardwise.files import parse_json, write_text
 from shardwise.job import DataConfig, Job
+from shardwise.models.objectives import next_token
 
 try:
     import fcntl
@@ -74,6 +77,8 @@ def make_sources(
         return *_synthetic_sources(job), None
     if wanted == "images":
         return *_image_sources(job, job.model, bad_records, record), None
+    if source == "chat":
+        return _chat_sources(job, cache or default_cache_folder(), bad_records, record)
     if job.data.source == "mix":
         return _mixture_sources(job, job.data.mix, cache, bad_records, record)
     return _token_sources(job, cache or default_cache_folder(), bad_records, record)
@@ -264,27 +269,59 @@ def _encode_cached(
         data = data.model_copy(update={"tokenizer": str(folder / "tokenizer.json")})
     folder, tokenizer = cache / _cache_key(data, files), load_tokenizer(data.tokenizer)
     _check_vocab("the tokenizer", tokenizer.vocab, job)
+    open_files = partial(open_token_file, folder / "tokens.bin")
+    encode = partial(encode_files, data, files, tokenizer, folder / "tokens.bin", new_bad_records)
+    return [_open_or_encode(folder, open_files, encode, bad_records, new_bad_records)], tokenizer
+
+
+def _open_or_encode(
+    folder: Path, open_files: Callable[[], Any], encode: Callable[[], Any], bad_records: BadRecords, new: BadRecords
+) -> Any:
+    """Opens what the cache has in `folder`; encodes it first if it is missing or damaged. `encode` fills `new`."""
     with _file_lock(folder):
         try:
-            notes = parse_json((folder / "notes.json").read_bytes())
-            tokens = open_token_file(folder / "tokens.bin")
-        except (OSError, ValueError, DataError):  # missing, or damaged
-            encode_files(data, files, tokenizer, folder / "tokens.bin", new_bad_records)
-            notes = {"bad": list(new_bad_records.messages), "skipped": list(new_bad_records.skipped_files)}
+            notes, opened = parse_json((folder / "notes.json").read_bytes()), open_files()
+        except (OSError, ValueError, DataError):
+            encode()
+            notes = {"bad": list(new.messages), "skipped": list(new.skipped_files)}
             write_text(folder / "notes.json", json.dumps(notes))
-            tokens = open_token_file(folder / "tokens.bin")
+            opened = open_files()
     for message in notes["bad"]:
         bad_records.report(DataError(message))
     bad_records.skipped_files |= dict.fromkeys(notes["skipped"])
-    return [tokens], tokenizer
+    return opened
+
+
+def _chat_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataRecord) -> Sources:
+    data, length = job.data, job.model.text_window
+    if job.family.objective(job.model, job.seed) is not next_token:
+        raise DataError(f"data.source = 'chat' is for models that predict the next token, not {job.model.description}.")
+    if parse_bpe_size(data.tokenizer):
+        raise DataError(f"data.tokenizer = {data.tokenizer!r} is not trained on chats; name a tokenizer.json.")
+    files, tokenizer = record.take(find_files("chat", data.path)), load_tokenizer(data.tokenizer)
+    _check_vocab("the tokenizer", tokenizer.vocab, job)
+    has_chatml_tokens = len(tokenizer.encode_chat(["".join(CHATML_TOKENS)])[0][0]) == len(CHATML_TOKENS)
+    template = load_template(data.chat_template, data.tokenizer, has_chatml_tokens or data.tokenizer == "bytes")
+    if data.chat_template:
+        record.take([Path(data.chat_template).expanduser()])
+    folder = cache / _cache_key(data, files, data.train_on, data.on_bad_record, template.as_tokenizer_config())
+    new, open_files = BadRecords(bad_records.skip), partial(chat.open_chats, folder, length, data.truncate)
+    encode = partial(chat.encode_chats, data, files, tokenizer, template, folder, new)
+    tokens, extents, summary = _open_or_encode(folder, open_files, encode, bad_records, new)
+    first_held_out = len(extents) - _num_held_out(len(extents), data.validation_fraction)
+    rows = partial(chat.ChatRows, tokens, length=length, pad_id=tokenizer.eos_id, packed=data.pack)
+    training, held_out = rows(extents[:first_held_out]), rows(extents[first_held_out:])
+    training.tokenizer_config = template.as_tokenizer_config()
+    training.summary = f"{summary}; {pluralize(len(training), 'sample')} for training, {training.filled:.0%} full."
+    return training, held_out, tokenizer
 
 
 # The cache
 
 
-def _cache_key(data: DataConfig, files: Sequence[DataFile]) -> str:
+def _cache_key(data: DataConfig, files: Sequence[DataFile], *chat_settings: str) -> str:
     field = f"{data.text_field}{':skip' if data.on_bad_record == 'skip' else ''}" if data.source == "jsonl" else ""
-    settings = (CACHE_VERSION, data.source, field, tokenizer_fingerprint(data.tokenizer))
+    settings = (CACHE_VERSION, data.source, field, tokenizer_fingerprint(data.tokenizer), *chat_settings)
     listing = [(str(file.path.absolute()), file.size, file.mtime_ns, file.digest) for file in files]
     return f"{data.source}-{blake2b(repr((settings, listing)).encode(), digest_size=8).hexdigest()}"
 

@@ -180,6 +180,12 @@ class Samples:
         is_end = (self.tokens == end_of_document).int()
         return replace(self, document_ids=is_end.cumsum(1, dtype=torch.int32) - is_end)
 
+    def with_packed_ids(self) -> "Samples":
+        """Sets `document_ids` of rows in which the first token t of each document is stored as -1 - t."""
+        is_first = self.tokens < 0
+        tokens = torch.where(is_first, ~self.tokens, self.tokens)
+        return replace(self, tokens=tokens, document_ids=is_first.cumsum(1, dtype=torch.int32))
+
     def to(self, device: torch.device) -> "Samples":
         return Samples.from_tensors(t.to(device, non_blocking=True) for t in self.tensors)
 

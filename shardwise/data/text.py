@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,7 +32,7 @@ from shardwise.files import require_parent_folder
 from shardwise.job import DataConfig, load_job
 
 CHUNK_CHARS = 1 << 20
-_SUFFIXES = {"text": (), "jsonl": (".jsonl", ".ndjson"), "tokens": (".bin",)}
+_SUFFIXES = {"text": (), "jsonl": (".jsonl", ".ndjson"), "chat": (".jsonl", ".ndjson"), "tokens": (".bin",)}
 """File name suffixes that a folder search accepts; an empty tuple accepts all."""
 
 _JSON_TYPES = {
@@ -135,33 +135,39 @@ def _read_jsonl_file(extent: DataFile, field: str, bad_records: BadRecords) -> I
     with extent.open() as file:
         for number, line in enumerate(file, start=1):
             try:
-                text = _parse_record(line, field, f"{extent.path}, line {number}") if line.strip() else ""
+                text = _parse_record(line, field) if line.strip() else ""
             except DataError as error:
-                bad_records.report(error)
+                bad_records.report(DataError(f"{extent.path}, line {number}: {error}"))
                 continue
             if text:
                 yield TextChunk(text, ends_document=True)
 
 
-def _parse_record(line: bytes, field: str, where: str) -> str:
+def parse_object(line: bytes) -> dict[str, Any]:
+    """Returns the JSON object of a line; raises DataError if it is none."""
     try:
         record = json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not valid JSON ({error}). Every line must be one JSON object.") from None
+        raise DataError(f"not valid JSON ({error}). Every line must be one JSON object.") from None
     if not isinstance(record, dict):
-        raise DataError(f"{where}: this is a JSON {_JSON_TYPES[type(record)]}. Every line must be one JSON object.")
+        raise DataError(f"this is a JSON {_JSON_TYPES[type(record)]}. Every line must be one JSON object.")
+    return record
+
+
+def _parse_record(line: bytes, field: str) -> str:
+    record = parse_object(line)
     if field not in record:
         reason = f"the record has no field {field!r} (data.text_field)"
-        raise DataError(f"{where}: {reason}; {suggest(field, map(str, record))}")
+        raise DataError(f"{reason}; {suggest(field, map(str, record))}")
     text = record[field]
     if not isinstance(text, str):
         kind = _JSON_TYPES[type(text)]
-        raise DataError(f"{where}: field {field!r} is a JSON {kind}, not a string; set data.text_field.")
+        raise DataError(f"field {field!r} is a JSON {kind}, not a string; set data.text_field.")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         reason = f"field {field!r} is not Unicode text ({error.reason})"
-        raise DataError(f"{where}: {reason}; fix or drop the record.") from None
+        raise DataError(f"{reason}; fix or drop the record.") from None
     return text
 
 

@@ -40,8 +40,12 @@ class Tokenizer(Protocol):
         """Returns the ids of several texts; may use several cores."""
         ...
 
-    def decode(self, ids: ArrayLike) -> str:
-        """Returns the text of some ids; drops special tokens and invalid ids."""
+    def decode(self, ids: ArrayLike, keep_special: bool = False) -> str:
+        """Returns the text of some ids; drops special tokens, unless they are kept, and invalid ids."""
+        ...
+
+    def encode_chat(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Returns the ids of each text, special tokens recognized, and the first and last character of each id."""
         ...
 
     def count_bytes(self, ids: ArrayLike) -> int:
@@ -60,9 +64,14 @@ class ByteTokenizer:
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [self.encode(text) for text in texts]
 
-    def decode(self, ids: ArrayLike) -> str:
+    def decode(self, ids: ArrayLike, keep_special: bool = False) -> str:
         flat = np.asarray(ids).reshape(-1)
         return flat[(flat > 0) & (flat < self.vocab)].astype(np.uint8).tobytes().decode(errors="replace")
+
+    def encode_chat(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        sizes = [np.array([len(letter.encode()) * (letter != "\0") for letter in text], int) for text in texts]
+        places = [np.repeat(np.arange(len(of_text)), of_text) for of_text in sizes]
+        return [(self.encode(text), place, place + 1) for text, place in zip(texts, places, strict=True)]
 
     def count_bytes(self, ids: ArrayLike) -> int:
         flat = np.asarray(ids)
@@ -93,8 +102,14 @@ class HuggingFaceTokenizer:
         encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
-    def decode(self, ids: ArrayLike) -> str:
-        return str(self._tokenizer.decode(self._valid_ids(ids).tolist(), skip_special_tokens=True))
+    def decode(self, ids: ArrayLike, keep_special: bool = False) -> str:
+        return str(self._tokenizer.decode(self._valid_ids(ids).tolist(), skip_special_tokens=not keep_special))
+
+    def encode_chat(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        self._tokenizer.encode_special_tokens = False
+        encodings = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        self._tokenizer.encode_special_tokens = True
+        return [(np.array(e.ids, np.uint32), *np.array(e.offsets, np.int64).reshape(-1, 2).T) for e in encodings]
 
     def count_bytes(self, ids: ArrayLike) -> int:
         if self._token_bytes is None:

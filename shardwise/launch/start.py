@@ -187,6 +187,8 @@ def _open_data(
         record.check(resumed.path)
         sources = resumed.sources(job, record, bad_records)
         record.check(resumed.path, samples=(len(sources[0]), len(sources[1])))
+    if summary := getattr(sources[0], "summary", ""):
+        events.append(("data", summary))
     warnings = [*find_warnings(prepared, *sources[:2]), *filter(None, [bad_records.skipped_text()])]
     if options.strict and warnings:
         raise JobError(f"--strict: {' '.join(warnings)}")
@@ -278,6 +280,7 @@ def find_warnings(prepared: Prepared, training: Source, held_out: Source) -> lis
 def summarize(folder: RunFolder, job: Job, say: Callable[[str], None]) -> None:
     """Prints the summary of a run that has taken all its steps."""
     training, held_out, tokenizer = folder.sources(job)
+    tokenizer = None if job.data.source == "chat" else tokenizer  # a part of a chat counts, and no text continues it
     if tokenizer is not None and len(held_out) and job.model.targets_are_text:
         bits = _frequency_table_bits(job, training, held_out, tokenizer)
         say(f"for comparison: predicting bytes by their frequency gives {bits:.3f} bits per byte")

@@ -4,6 +4,7 @@ Before a worker dies of an error, it records the error with a timestamp in the r
 which rank failed first.
 """
 
+import importlib
 import os
 import signal
 import sys
@@ -61,6 +62,8 @@ def run_worker(
         prepared = prepare(folder.job(), layout)
         if pick_device(prepared.job) == "cpu" and _fits_twice(prepared):
             engine = make_engine(prepared, init_distributed(layout.world, prepared.job, store))
+        if prepared.job.should_compile(pick_device(prepared.job), layout):
+            importlib.import_module("torch._inductor.compile_fx")  # takes seconds, which a restart then saves
         standby_gate()
     stop = StopFlag()
     install_signal_handlers(stop)

@@ -1,5 +1,6 @@
 """Fitted laws as JSON, and the built-in law, which `published_law.toml` documents."""
 
+import json
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,10 +9,12 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import DataError
-from shardwise.files import parse_json
+from shardwise.files import parse_json, write_text
 from shardwise.laws import fit as fitting
 from shardwise.laws.fit import BOOTSTRAP_SAMPLES, CONSTANTS, ScalingLaw, ScalingLawFit
 from shardwise.laws.runs import PARAMETER_SCOPES
+
+RANGES = ("parameters", "tokens", "flops")
 
 
 @dataclass(frozen=True)
@@ -21,20 +24,19 @@ class FittedLaw:
     law: ScalingLaw
     bootstrap_samples: ScalingLaw
     residual_std: float  # robust standard deviation of the log-loss residuals
-    # Minimum and maximum of `parameters`, `tokens` and `flops` among the fitted runs.
-    fitted_ranges: dict[str, tuple[float, float]]
+    fitted_ranges: dict[str, tuple[float, float]]  # minimum and maximum of each of `RANGES` among the fitted runs
     parameter_scope: str
     source: str
 
 
 def fit_as_dict(fit: ScalingLawFit) -> dict[str, Any]:
-    """Returns a fit as JSON values; `read_fitted_law` reads them back."""
+    """Returns a fit as JSON values; `parse_fitted_law` reads them back."""
     runs, law = fit.runs, fit.law
     exponent = law.beta / (law.alpha + law.beta)
-    ranges = {quantity: [float(getattr(runs, quantity).min()), float(getattr(runs, quantity).max())]
-              for quantity in ("parameters", "tokens", "flops")}  # fmt: skip
-    outlier_indices = set(fitting.find_outliers(law, runs).tolist())
-    columns = [values.tolist() for values in (runs.parameters, runs.tokens, runs.loss, fit.residuals)]
+    is_outlier = np.isin(np.arange(len(runs)), fitting.find_outliers(law, runs))
+    columns = {"run": runs.names, "parameters": runs.parameters, "tokens": runs.tokens, "loss": runs.loss,
+               "residual": fitting.residuals(law, runs), "outlier": is_outlier}  # fmt: skip
+    rows = zip(*(np.asarray(column).tolist() for column in columns.values()))
     return {
         **fit.constants(),
         "parameter_scope": runs.parameter_scope,
@@ -42,51 +44,45 @@ def fit_as_dict(fit: ScalingLawFit) -> dict[str, Any]:
         "dropped": list(fit.dropped.names),
         "objective": fit.objective,
         "residual_std": fit.residual_std,
-        "fitted_ranges": ranges,
+        "fitted_ranges": {key: [float(getattr(runs, key).min()), float(getattr(runs, key).max())] for key in RANGES},
         "compute_optimal": {"parameters_exponent": exponent, "tokens_exponent": 1 - exponent},
-        **{
-            estimate.method.replace("-", "").lower(): estimate.as_dict()
-            for estimate in fitting.estimate_compute_optimal(runs)
-        },
-        "residuals": [
-            dict(zip(("run", "parameters", "tokens", "loss", "residual"), row)) | {"outlier": index in outlier_indices}
-            for index, row in enumerate(zip(runs.names, *columns))
-        ],
-        "bootstrap_samples": [
-            [float(f"{value:.9g}") for value in row] for row in fit.bootstrap_samples.as_array().T.tolist()
-        ],
+        "residuals": [dict(zip(columns, row)) for row in rows],
+        "bootstrap_samples": [[float(f"{value:.9g}") for value in row] for row in fit.bootstrap_samples.as_array().T],
     }
+
+
+def write_fit(path: Path, values: dict[str, Any]) -> None:
+    try:
+        write_text(path, json.dumps(values) + "\n")
+    except OSError as error:
+        raise DataError(f"{path} cannot be written: {error.strerror}.") from None
 
 
 def read_fitted_law(path: Path) -> FittedLaw:
     """Reads a fit written by `shardwise laws fit`."""
     try:
-        values = parse_json(path.read_bytes())
+        return parse_fitted_law(parse_json(path.read_bytes()), str(path))
     except FileNotFoundError:
         raise DataError(f"{path} does not exist; write a fit with `shardwise laws fit RUNS -o FILE`.") from None
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} is not a JSON file: {error}.") from None
-    try:
-        fitted_law = parse_fitted_law(values, str(path))
-        ranges = [bound for pair in fitted_law.fitted_ranges.values() for bound in pair]
-        samples = fitted_law.bootstrap_samples.as_array().ravel()
-        numbers = np.concatenate([fitted_law.law.as_array(), samples, ranges])
-        if not (numbers.min() > 0 and numbers.max() < 1e100 and 0 <= fitted_law.residual_std <= 100):
-            raise ValueError("a constant or range is not positive and finite")
-        return fitted_law
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
         message = f"{path} is not a saved fit ({error}); write one with `shardwise laws fit RUNS -o FILE`."
         raise DataError(message) from None
 
 
 def parse_fitted_law(values: Any, source: str) -> FittedLaw:
-    law = ScalingLaw(*(float(values[name]["value"]) for name in CONSTANTS))
-    bootstrap_samples = ScalingLaw(*np.array(values["bootstrap_samples"], dtype=float).reshape(-1, len(CONSTANTS)).T)
-    ranges = {quantity: (float(low), float(high)) for quantity, (low, high) in values["fitted_ranges"].items()}
-    scope, has_ranges = values["parameter_scope"], set(ranges) == {"parameters", "tokens", "flops"}
-    if scope not in PARAMETER_SCOPES or not has_ranges or not len(bootstrap_samples.E):
+    law, residual_std, scope = law_from_dict(values), float(values["residual_std"]), values["parameter_scope"]
+    samples = np.array(values["bootstrap_samples"], dtype=float).reshape(-1, len(CONSTANTS))
+    ranges = {key: (float(low), float(high)) for key, (low, high) in values["fitted_ranges"].items()}
+    if scope not in PARAMETER_SCOPES or set(ranges) != set(RANGES) or not len(samples):
         raise ValueError("invalid parameter_scope, fitted_ranges or bootstrap_samples")
-    return FittedLaw(law, bootstrap_samples, float(values["residual_std"]), ranges, scope, source)
+    numbers = np.concatenate([law.as_array(), samples.ravel(), *ranges.values()])
+    if not (numbers.min() > 0 and numbers.max() < 1e100 and 0 <= residual_std <= 100):
+        raise ValueError("a constant or range is not positive and finite")
+    return FittedLaw(law, ScalingLaw(*samples.T), residual_std, ranges, scope, source)
+
+
+def law_from_dict(values: Any) -> ScalingLaw:
+    return ScalingLaw(*(float(values[name]["value"]) for name in CONSTANTS))
 
 
 def published_law() -> FittedLaw:

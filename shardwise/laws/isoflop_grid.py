@@ -13,10 +13,10 @@ learning a matter of luck.
 """
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from itertools import chain, count, takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tomli_w
@@ -24,9 +24,9 @@ import tomli_w
 from shardwise.console import format_count
 from shardwise.errors import JobError
 from shardwise.files import write_text
-from shardwise.job import Job, load_job, make_job
+from shardwise.job import BatchConfig, Job, load_job, make_job
 from shardwise.laws.fit import MAX_FLOPS
-from shardwise.laws.runs import check_parameter_scope, count_parameters
+from shardwise.laws.runs import count_parameters
 from shardwise.models.gpt_family import DecoderConfig
 from shardwise.planner.costs.model_shape import shape_of
 
@@ -35,16 +35,15 @@ MIN_STEPS = 1000  # a batch that leaves fewer steps is made smaller, down to one
 MIN_LAYERS = 2  # one layer cannot compose attention and learns far worse
 ASPECT_WEIGHT = 0.5  # weight of an aspect ratio error relative to a size error
 VALIDATION_SAMPLES = 256  # their loss is the result of a run
+NARROW_WIDTHS = (*range(16, 128, 8), *range(128, 512, 32), *range(512, 1024, 64), *range(1024, 4096, 256))
 SIZE_FIELDS = ("layers", "width", "heads", "kv_heads", "head_dim", "ffn")
 LONG_SEQUENCE, SHORT_SEQUENCE = 2048, 256  # tokens per sample, from 1e17 FLOPs on and below
 
 
-@dataclass(frozen=True)
-class GridJob:
+class GridJob(NamedTuple):
     """A job of the grid, with its budget and number of parameters."""
 
-    name: str
-    values: dict[str, Any]
+    path: Path
     job: Job
     flops: float
     parameters: int
@@ -55,39 +54,37 @@ def design_grid(
     folder: Path,
 ) -> list[GridJob]:  # fmt: skip
     """Returns jobs by ascending budget and size; sizes range from 1/spread to spread times the middle size."""
-    check_parameter_scope(parameter_scope)
     if not 1 <= spread <= 1000:
         raise JobError(f"--spread {spread}: it must be from 1 to 1000.")
     template = make_template(settings, high)
     jobs = []
-    for flops in np.geomspace(low, high, budgets) if budgets > 1 else [high]:
+    for flops in map(float, np.geomspace(low, high, budgets) if budgets > 1 else [high]):
         middle = math.sqrt(flops / 6 / TOKENS_PER_PARAMETER)
-        seen: set[tuple[int, int]] = set()
-        for factor in np.geomspace(1 / spread, spread, sizes) if sizes > 1 else [1.0]:
-            model = model_of_size(template, middle * factor, parameter_scope)
-            if (model.width, model.layers) not in seen:
-                jobs.append(_make_grid_job(template, model, float(flops), parameter_scope, folder))
-            seen.add((model.width, model.layers))
+        targets = middle * np.geomspace(1 / spread, spread, sizes) if sizes > 1 else [middle]
+        models = {(model.width, model.layers): model
+                  for model in (model_of_size(template, target, parameter_scope) for target in targets)}  # fmt: skip
+        jobs += [_make_grid_job(template, model, flops, parameter_scope, folder) for model in models.values()]
     return jobs
 
 
-def write_grid(jobs: Sequence[GridJob], folder: Path) -> list[Path]:
-    """Writes one job file per job and validates it as `shardwise train` does."""
-    paths = []
-    for grid_job in jobs:
-        path = folder / f"{grid_job.name}.toml"
-        job, flops = grid_job.job, f"{grid_job.flops:.3g} FLOPs as the planner counts them"
-        tokens = job.total_steps * job.samples * job.model.sequence_length
-        size = f"{grid_job.parameters:,} parameters, {tokens:,} tokens"
-        header = f"# A run of an iso-FLOP grid: {flops}, {size}.\n#\n#   shardwise train {path}\n\n"
+def write_grid(jobs: Sequence[GridJob]) -> list[dict[str, Any]]:
+    """Writes the job files, and returns a summary of each job as JSON values."""
+    rows = []
+    for path, job, flops, parameters in jobs:
+        model = job.require_decoder()
+        tokens = job.total_steps * job.samples * model.sequence
+        size = f"{flops:.3g} FLOPs as the planner counts them, {parameters:,} parameters, {tokens:,} tokens"
+        header = f"# A run of an iso-FLOP grid: {size}.\n#\n#   shardwise train {path}\n\n"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_text(path, header + tomli_w.dumps(grid_job.values))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_text(path, header + tomli_w.dumps(job.model_dump(exclude_unset=True)))
         except OSError as error:
             raise JobError(f"{path} cannot be written: {error.strerror}.") from None
-        load_job(path)
-        paths.append(path)
-    return paths
+        rows.append({
+            "file": str(path), "flops": flops, "parameters": parameters, "width": model.width, "layers": model.layers,
+            "tokens": tokens, "batch": job.samples, "steps": job.total_steps, "lr": job.optimizer.lr,
+        })  # fmt: skip
+    return rows
 
 
 def make_template(settings: Sequence[str], flops: float) -> Job:
@@ -96,8 +93,6 @@ def make_template(settings: Sequence[str], flops: float) -> Job:
     model = template.require_decoder()
     conflicting = sorted(set(SIZE_FIELDS) & model.model_fields_set)
     conflicting += sorted({"steps", "tokens", "batch"} & template.model_fields_set)
-    if model.num_experts:
-        raise JobError(f"--set model.name={model.name}: the grid supports dense decoders only.")
     if conflicting:
         raise JobError(f"--set {conflicting[0]}: the grid chooses size, batch and tokens; remove this setting.")
     if "sequence" not in model.model_fields_set:
@@ -106,20 +101,29 @@ def make_template(settings: Sequence[str], flops: float) -> Job:
 
 
 def _make_grid_job(template: Job, model: DecoderConfig, flops: float, parameter_scope: str, folder: Path) -> GridJob:
-    shape, parameters = shape_of(model), count_parameters(model, parameter_scope)
-    tokens = flops / (shape.flops(1) / model.sequence_length)
-    samples = batch_size_for_budget(flops, tokens, model.sequence_length)
+    parameters = count_parameters(model, parameter_scope)
     name = f"c{flops:.2g}-n{format_count(parameters).lower()}".replace("+", "")
-    values = template.model_dump(exclude_unset=True)
-    values["tokens"] = max(1, round(tokens / (samples * model.sequence_length))) * samples * model.sequence_length
-    keys = {key: getattr(model, key) for key in (*SIZE_FIELDS, "init_std", "sequence")}
-    values["model"] = {**values.get("model", {}), **keys, "name": "gpt"}
-    values["batch"] = {"samples": samples}
-    lr = learning_rate_for_budget(flops, samples * model.sequence_length)
-    values["optimizer"] = {"lr": lr, **values.get("optimizer", {})}
+    tokens = flops / (shape_of(model).flops(1) / model.sequence)
+    job = job_for_budget(template, model, flops, tokens)
+    batch_tokens = job.samples * model.sequence
+    values = job.model_dump(exclude_unset=True)
+    values["tokens"] = max(1, round(tokens / batch_tokens)) * batch_tokens
     values["validation"] = {"samples": VALIDATION_SAMPLES, **values.get("validation", {})}
     values["run"] = {"folder": str(folder / "runs" / name), **values.get("run", {})}
-    return GridJob(name, values, make_job(values, name), flops, parameters)
+    return GridJob(folder / f"{name}.toml", make_job(values, name), flops, parameters)
+
+
+def job_for_budget(template: Job, model: DecoderConfig, flops: float, tokens: float, devices: int = 1) -> Job:
+    """Returns a job that trains the model on about these tokens, with a batch size and a learning rate for the budget
+    unless the template sets them."""
+    batch, optimizer = template.batch, template.optimizer
+    if "batch" not in template.model_fields_set:
+        batch = BatchConfig(samples=batch_size_for_budget(flops, tokens, model.sequence, devices))
+    job = template.model_copy(update={"model": model, "batch": batch})
+    if "lr" not in optimizer.model_fields_set:
+        rate = learning_rate_for_budget(flops, job.samples * model.sequence)
+        optimizer = optimizer.model_copy(update={"lr": rate})
+    return job.model_copy(update={"optimizer": optimizer, "tokens": round(tokens)})
 
 
 def learning_rate_for_budget(flops: float, batch: float) -> float:
@@ -143,44 +147,40 @@ def model_of_size(template: Job, parameters: float, parameter_scope: str) -> Dec
     """Returns the decoder with about this many parameters and the usual ratio of width to depth."""
     if not 0 < parameters < 1e18:
         raise JobError(f"a model of {parameters:.3g} parameters: it must have fewer than 1e18; give a smaller budget.")
-    base = template.model.model_dump(exclude={*SIZE_FIELDS, "init_std"} - template.model.model_fields_set)
+    base = template.require_decoder()
+    if base.num_experts:
+        raise JobError(f"--set model.name={base.name}: scaling laws support dense decoders only.")
     aspect = min(128.0, 32.0 * (parameters / 1e5) ** 0.1)  # width over depth: 32 at 0.1M, 64 at 100M, 128 at 100B
-    best, model = math.inf, None
-    for width in _candidate_widths(parameters):
-        base_count = count_parameters(_make_model(base, width, MIN_LAYERS), parameter_scope)
-        per_layer = count_parameters(_make_model(base, width, MIN_LAYERS + 1), parameter_scope) - base_count
-        layers = MIN_LAYERS + max(0, round((parameters - base_count) / per_layer))
-        size_error = abs(math.log((base_count + (layers - MIN_LAYERS) * per_layer) / parameters))
+    candidates = []
+    max_width = max(64.0, 2 * (128 * parameters / 12) ** (1 / 3))  # beyond any useful width
+    for width in takewhile(lambda width: width <= max_width, chain(NARROW_WIDTHS, count(4096, 1024))):
+        smallest, next_larger = (
+            count_parameters(_make_model(base, width, MIN_LAYERS + extra), parameter_scope) for extra in (0, 1)
+        )
+        extra_layers = max(0, round((parameters - smallest) / (next_larger - smallest)))
+        size_error = abs(math.log((smallest + extra_layers * (next_larger - smallest)) / parameters))
+        layers = MIN_LAYERS + extra_layers
         score = size_error + ASPECT_WEIGHT * abs(math.log(width / layers / aspect))
-        if score < best:
-            best, model, error = score, (width, layers), size_error
-    if model is None or error > 0.35:
-        vocab = template.require_decoder().vocab
-        raise JobError(f"no decoder with a vocabulary of {vocab:,} has about {parameters:,.0f} parameters; "
+        candidates.append((score, size_error, width, layers))
+    _, size_error, width, layers = min(candidates)
+    if size_error > 0.35:
+        raise JobError(f"no decoder with a vocabulary of {base.vocab:,} has about {parameters:,.0f} parameters; "
                        "give a larger budget or a smaller model.vocab.")  # fmt: skip
-    return _make_model(base, *model)
-
-
-def _candidate_widths(parameters: float) -> Iterator[int]:
-    """Yields multiples of the head size, from 1024 on of 256, from 4096 on of 1024, up to beyond any useful width."""
-    max_width = max(64.0, 2 * (128 * parameters / 12) ** (1 / 3))
-    width = 16
-    while width <= max_width:
-        yield width
-        width += _head_size(width) if width < 1024 else 256 if width < 4096 else 1024
+    return _make_model(base, width, layers)
 
 
 def _head_size(width: int) -> int:
     return 8 if width < 128 else 32 if width < 512 else 64 if width < 2048 else 128
 
 
-def _make_model(base: dict[str, Any], width: int, layers: int) -> DecoderConfig:
+def _make_model(base: DecoderConfig, width: int, layers: int) -> DecoderConfig:
     """Returns a decoder whose FFN is 8/3 times its width; multiples of 64 are too coarse for narrow models."""
     fields = {"width": width, "layers": layers, "heads": width // _head_size(width)}
-    if width < 512 and base["activation"] != "gelu":
+    if width < 512 and base.activation != "gelu":
         fields["ffn"] = 8 * round(width / 3)
-    init_std = float(f"{math.sqrt(0.4 / (base['mup_base_width'] or width)):.3g}")
-    return DecoderConfig.model_validate({"init_std": init_std, **base, **fields})
+    init_std = float(f"{math.sqrt(0.4 / (base.mup_base_width or width)):.3g}")
+    given = base.model_dump(exclude_unset=True)
+    return DecoderConfig.model_validate({"name": "gpt", "init_std": init_std, **given, **fields})
 
 
 def parse_budget(text: str) -> tuple[float, float]:

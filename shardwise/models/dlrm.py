@@ -66,7 +66,8 @@ class DenseDLRM(Chain):
     bottom: MLP
     top: MLP
 
-    def __init__(self, config: DLRMConfig):
+    def __init__(self, config: DLRMConfig, seed: int = 0):
+        """Nothing is random in its forward, so `seed` has no effect."""
         num_pairs = config.tables * (config.tables + 1) // 2  # of the tables' embeddings and the dense one
         bottom = MLP([config.dense_features, *config.bottom, config.width], final_relu=True)
         top = MLP([config.width + num_pairs, *config.top, 1], final_relu=False)

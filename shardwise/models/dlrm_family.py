@@ -11,8 +11,6 @@ from shardwise.models.family import Family, TableSpec
 if TYPE_CHECKING:
     import torch
 
-    from shardwise.models.chain import Chain
-
 
 class DLRMConfig(ModelConfig):
     """A recommender: one embedding table per categorical feature, and two MLPs (Naumov et al. 2019)."""
@@ -60,15 +58,11 @@ class DLRMConfig(ModelConfig):
 
 class DLRMFamily(Family):
     config = DLRMConfig
+    builder = "shardwise.models.dlrm:DenseDLRM"
     verify_layouts = (
         "replicate=2", "shard=2 zero=1", "shard=2 zero=2", "shard=3 zero=3", "replicate=2 shard=2 zero=2",
         "replicate=4 micro_batch=2", "shard=8 zero=1",
     )  # fmt: skip
-
-    def build(self, config: DLRMConfig, seed: int) -> "Chain":
-        from shardwise.models.dlrm import DenseDLRM
-
-        return DenseDLRM(config)
 
     def refusals(self, config: DLRMConfig) -> dict[str, str]:
         data_parallel_only = "a DLRM supports data parallelism and sharded tables only; use shard or replicate."
@@ -79,16 +73,6 @@ class DLRMFamily(Family):
             "compile": "a DLRM has no blocks to compile; leave compile out.", "fp8": precision, "fp16": precision,
             "local_sgd": "a DLRM's tables are shared by all replicas; use local_sgd.every = 1.",
         }  # fmt: skip
-
-    def forward_flops(self, config: DLRMConfig) -> list[float]:
-        import torch
-
-        from shardwise.models.trace import trace_module
-
-        costs = trace_module(self.build_on_meta(config), **self.example_batch(config, 1, torch.float32))
-        # In order of first call, children first; the interaction belongs to no child.
-        bottom, top, interaction = (cost.flops for cost in costs)
-        return [bottom, top + interaction]
 
     def example_batch(self, config: DLRMConfig, samples: int, dtype: "torch.dtype") -> "dict[str, torch.Tensor]":
         import torch

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -103,10 +102,11 @@ class Family:
 
     def refusals(self, config: Any) -> dict[str, str]:
         """Returns the settings that this model does not support, each with the reason. Keys: an axis of a layout,
-        "recompute", "compile", a precision, "local_sgd" or "split_backward" (a schedule such as zero-bubble)."""
+        "recompute", "compile", a precision, "local_sgd", "pack" (data) or "split_backward" (such as zero-bubble)."""
         return {
             "context": f"{config.description} cannot be split along the sequence; leave context at 1.",
             "expert": f"{config.description} has no experts; leave expert at 1.",
+            "pack": f"{config.description} cannot keep the conversations of a sample apart; leave pack out.",
         }
 
     def example_batch(self, config: Any, samples: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -124,12 +124,20 @@ class Family:
         return {"input_ids": torch.randint(0, config.vocab_size, (samples, length), generator=torch.Generator())}
 
     def forward_flops(self, config: Any) -> list[float]:
-        """Returns the forward FLOPs per sample of each module of the chain, by tracing it on fake tensors."""
+        """Returns the forward FLOPs per sample of each module of the chain, by tracing it on fake tensors. A module
+        without matmuls, such as an embedding, counts 8 per output element for the memory that it moves."""
         import torch
 
-        from shardwise.models.trace import trace_flops
+        from shardwise.models.trace import trace_module
 
-        return trace_flops(self.build_on_meta(config), self.example_batch(config, 1, torch.float32))
+        batch = self.example_batch(config, 1, torch.float32)
+        batch.pop("targets", None)  # the fused loss computes gradients
+        chain = self.build_on_meta(config).eval()  # in training, a batch norm refuses a single value per channel
+        costs = trace_module(chain, has_equal_children=True, **batch)
+        flops = [module.flops or 2.0 * module.output_bytes for module in costs]  # of 4 bytes per element
+        if not costs[-1].name:  # what the chain computes outside of its modules
+            flops[-2:] = [sum(flops[-2:])]
+        return flops
 
     def decoder_shape(self, config: Any) -> dict[str, Any] | None:
         """Returns the sizes that the planner's closed-form decoder model needs; None: it uses `operator_costs`."""
@@ -137,18 +145,16 @@ class Family:
 
     def operator_costs(self, config: Any, itemsize: int) -> Callable[..., tuple[OperatorCosts, ...]]:
         """Returns a function from micro-batch size (and tensor degree) to the costs of each module, by tracing."""
-        import torch
+        from shardwise.models.trace import trace_family
 
-        from shardwise.models.trace import interpolate_traces, trace_module
+        return trace_family(self, config, itemsize)
 
-        dtype = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16}[itemsize]
+    def trace_costs(self, config: Any, samples: int, dtype: torch.dtype) -> tuple[OperatorCosts, ...]:
+        """Returns the costs of each module for a micro-batch."""
+        from shardwise.models.trace import trace_module
 
-        @lru_cache(maxsize=16)
-        def trace(samples: int) -> tuple[OperatorCosts, ...]:
-            model = self.build_on_meta(config).to(dtype)
-            return trace_module(model, **self.example_batch(config, samples, dtype))
-
-        return interpolate_traces(trace)
+        model = self.build_on_meta(config).to(dtype)
+        return trace_module(model, has_equal_children=True, **self.example_batch(config, samples, dtype))
 
     def stage_shapes(self, config: Any, layout: Any, samples: int) -> tuple[Tensor, tuple[int, ...]]:
         """Returns the first stage's input on the meta device, and the shape of what stages exchange."""
@@ -178,7 +184,7 @@ class Family:
         init_weights(model, seed)
         return model
 
-    def reference_loss(self, config: Any, model: nn.Module, samples: Any) -> Tensor | None:
+    def reference_loss(self, config: Any, model: nn.Module, samples: Any, document_ids: Any = None) -> Tensor | None:
         """Returns the mean loss of a batch; None: the cross-entropy of the model's logits."""
         return None
 

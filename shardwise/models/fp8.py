@@ -20,10 +20,15 @@ E4M3_MAX = 448.0
 E5M2 = torch.float8_e5m2
 E5M2_MAX = 57344.0
 DIM_MULTIPLE = 16  # every dimension of an FP8 matmul must be a multiple of this
+MIN_WEIGHTS = 3 << 20
+"""On a GPU, matmuls with fewer weights stay in the dtype of `x`: quantizing their operands takes longer than FP8 saves.
+On an H200, a GPT-2 of width 768 (at most 2.4 million weights) lost 21%, a Llama of width 2048 gained 25%."""
 
 
 def can_use_fp8(x: Tensor, weight: Tensor) -> bool:
-    """Whether all dimensions of `x @ weight.T` are multiples of 16, as FP8 kernels require."""
+    """Whether FP8 pays, and all dimensions of `x @ weight.T` are multiples of 16, as FP8 kernels require."""
+    if x.is_cuda and weight.numel() < MIN_WEIGHTS:
+        return False
     rows = x.numel() // x.shape[-1]
     return not (rows % DIM_MULTIPLE or weight.shape[0] % DIM_MULTIPLE or weight.shape[1] % DIM_MULTIPLE)
 

@@ -23,7 +23,7 @@ from shardwise.models import layers, sharding
 from shardwise.models.chain import Chain
 from shardwise.models.config import ModelConfig
 from shardwise.models.gpt_family import DecoderConfig
-from shardwise.models.layers import Linear, RMSNorm, apply_rope, rope_angles, sdpa
+from shardwise.models.layers import Linear, RMSNorm, apply_rope, positions_in_documents, rope_angles, sdpa
 from shardwise.models.loss import VocabShard, fused_linear_cross_entropy, loss_chunk_size
 from shardwise.models.moe import MoE
 from shardwise.models.moe_family import MoEConfig
@@ -144,19 +144,23 @@ class DecoderEmbedding(nn.Module):
     def forward(self, tokens: Tensor, ids: Tensor | None = None, **batch: Tensor | None) -> Tensor:
         x = self.tokens(tokens)
         if self.positions is not None:
-            x = x + self.positions(x.shape[1])
+            x = x + self.positions(x.shape[1], batch.get("document_ids"))
         return self.dropout(x, ids)
 
 
 class LearnedPositions(nn.Module):
-    """Learned position embeddings, of `position_ids` if set, otherwise of the first positions."""
+    """Learned position embeddings, of `position_ids` if set, otherwise of the first positions. They restart with each
+    document; RoPE need not, since attention within a document depends on distances only."""
 
     def __init__(self, sequence: int, width: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(sequence, width))
         self.position_ids: Tensor | None = None
 
-    def forward(self, length: int) -> Tensor:
+    def forward(self, length: int, document_ids: Tensor | None = None) -> Tensor:
+        if document_ids is not None:
+            restarted = positions_in_documents(document_ids)
+            return self.weight[restarted if self.position_ids is None else restarted[:, self.position_ids]]
         return self.weight[:length] if self.position_ids is None else self.weight[self.position_ids]
 
 

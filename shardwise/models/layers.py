@@ -62,6 +62,13 @@ def apply_rope(x: Tensor, rope_cos_sin: tuple[Tensor, Tensor]) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
+def positions_in_documents(document_ids: Tensor) -> Tensor:
+    """Returns the position of each token (B, S) in its document."""
+    places = torch.arange(document_ids.shape[1], device=document_ids.device).expand_as(document_ids)
+    is_first = document_ids.diff(prepend=document_ids[:, :1] - 1) != 0
+    return places - torch.where(is_first, places, 0).cummax(1).values
+
+
 def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, document_ids: Tensor | None = None) -> Tensor:
     """Scaled dot-product attention of (B, heads, S, H), masked across documents if `document_ids` is given."""
     mask = None

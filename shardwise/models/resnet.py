@@ -5,25 +5,17 @@ convolution. The stem is ImageNet's (7 x 7, stride 2, max pooling) or CIFAR's (3
 
 BatchNorm computes mean and variance over the global batch (`shardwise.parallel.batch_norm` all-reduces them), so each
 rank runs its share of the batch as a single micro-batch. The running statistics for validation are buffers.
-
-The operator costs are written by hand: tracing ResNet-101 takes 4 s of CPU time, too slow for a search that should take
-2 s. Parameters and matmul FLOPs agree with the trace, but our BatchNorm is many operators in a trace, which then moves
-2.2 (float32) to 5.9 (bf16) times as many bytes as the fused kernels of a compiled block.
 """
-
-from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardwise.models.chain import IGNORE_INDEX, Chain
-from shardwise.models.operator_costs import MatMul, OperatorCosts, merge_costs
 from shardwise.models.resnet_family import ResNetConfig
 from shardwise.models.sharding import InitSpec, ShardingPlan
 
 BLOCKS_PER_STAGE = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
-MOMENTUM = 0.1
 # A target packs the two classes of mixup into one integer: the first class below bit 24, the second from bit 24 and its
 # weight from bit 48, in units of 1/32,768. A plain class is a target whose second class has weight 0.
 SECOND_CLASS_BIT, MIX_WEIGHT_BIT, MIX_WEIGHT_SCALE = 24, 48, 1 << 15
@@ -31,12 +23,17 @@ SECOND_CLASS_BIT, MIX_WEIGHT_BIT, MIX_WEIGHT_SCALE = 24, 48, 1 << 15
 
 def build_resnet(config: ResNetConfig, seed: int) -> Chain:
     """Returns the chain stem, block0, block1, ..., head."""
-    modules: list[tuple[str, nn.Module]] = [("stem", ResNetStem(config))]
-    for number, shape in enumerate(block_shapes(config)):
-        modules.append((f"block{number}", ResNetBlock(*shape, has_bottlenecks=config.has_bottlenecks)))
-    out_channels = 8 * config.width * (4 if config.has_bottlenecks else 1)
-    modules.append(("head", ClassifierHead(out_channels, config.num_classes)))
-    chain = Chain(modules, ShardingPlan((), ()))
+    blocks: list[nn.Module] = []
+    channels = config.width
+    for stage, count in enumerate(BLOCKS_PER_STAGE[config.depth]):
+        mid_channels = config.width * 2**stage
+        for index in range(count):
+            stride = 2 if stage and not index else 1
+            blocks.append(ResNetBlock(channels, mid_channels, stride, config.has_bottlenecks))
+            channels = mid_channels * (4 if config.has_bottlenecks else 1)
+    head = ClassifierHead(channels, config.num_classes)
+    named_blocks = [(f"block{number}", block) for number, block in enumerate(blocks)]
+    chain = Chain([("stem", ResNetStem(config)), *named_blocks, ("head", head)], ShardingPlan((), ()))
     chain.sharding_plan = ShardingPlan(
         shard_dims=(),
         modules=(),
@@ -53,62 +50,17 @@ def build_resnet(config: ResNetConfig, seed: int) -> Chain:
     return chain
 
 
-def block_shapes(config: ResNetConfig) -> Iterator[tuple[int, int, int]]:
-    """Yields input channels, inner channels and stride of each block."""
-    in_channels = config.width
-    for stage, count in enumerate(BLOCKS_PER_STAGE[config.depth]):
-        mid_channels = config.width * 2**stage
-        for index in range(count):
-            yield in_channels, mid_channels, 2 if stage and not index else 1
-            in_channels = mid_channels * (4 if config.has_bottlenecks else 1)
-
-
-def block_convolutions(mid_channels: int, stride: int, has_bottlenecks: bool) -> list[tuple[int, int, int]]:
-    """Returns kernel size, stride and output channels of each convolution of a block."""
-    if has_bottlenecks:
-        return [(1, 1, mid_channels), (3, stride, mid_channels), (1, 1, 4 * mid_channels)]
-    return [(3, stride, mid_channels), (3, 1, mid_channels)]
-
-
-class BatchNorm(nn.Module):
-    """Batch norm over `num_shards` ranks, which `all_reduce_sum` sums over; None: this rank has the whole batch."""
-
-    running_mean: Tensor
-    running_var: Tensor
-
-    def __init__(self, channels: int, eps: float = 1e-5):
-        super().__init__()
-        self.weight, self.bias = (nn.Parameter(torch.empty(channels)) for _ in range(2))
-        self.register_buffer("running_mean", torch.zeros(channels))
-        self.register_buffer("running_var", torch.ones(channels))
-        self.eps, self.num_shards = eps, 1
-        self.all_reduce_sum: Callable[[Tensor], Tensor] | None = None
+class BatchNorm(nn.BatchNorm2d):
+    def __init__(self, channels: int):
+        super().__init__(channels)
+        self.num_batches_tracked = None  # only a cumulative average would need it
 
     def reset_buffers(self) -> None:
         """Initializes the running statistics on the device of the weights."""
+        assert self.running_mean is not None
         dtype = torch.promote_types(self.running_mean.dtype, torch.float32)
         self.running_mean = torch.zeros_like(self.running_mean, dtype=dtype)
-        self.running_var = torch.ones_like(self.running_mean, dtype=dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        mean, variance = self._batch_statistics(x) if self.training else (self.running_mean, self.running_var)
-        dtype = torch.promote_types(x.dtype, torch.float32)
-        factor = (variance + self.eps).rsqrt() * self.weight.to(dtype)
-        shift = self.bias.to(dtype) - mean * factor
-        return (x.to(dtype) * factor[:, None, None] + shift[:, None, None]).to(x.dtype)
-
-    def _batch_statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
-        count = self.num_shards * x.numel() // x.shape[1]
-        mean = self._all_reduce(x.sum((0, 2, 3))) / count
-        variance = self._all_reduce((x - mean[:, None, None]).square().sum((0, 2, 3))) / count
-        with torch.no_grad():
-            self.running_mean.lerp_(mean.to(self.running_mean.dtype), MOMENTUM)
-            self.running_var.lerp_((variance * (count / max(1, count - 1))).to(self.running_var.dtype), MOMENTUM)
-        return mean, variance
-
-    def _all_reduce(self, x: Tensor) -> Tensor:
-        return x if self.all_reduce_sum is None else self.all_reduce_sum(x)
+        self.running_var = torch.ones_like(self.running_mean)
 
 
 class ResNetStem(nn.Module):
@@ -120,7 +72,7 @@ class ResNetStem(nn.Module):
         self.has_max_pool = config.stem == "imagenet"
 
     def forward(self, images: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
-        x = self.norm(self.conv(images.to(self.conv.weight.dtype))).relu()
+        x = self.norm(self.conv(images.to(self.conv.weight.dtype))).relu_()
         return F.max_pool2d(x, 3, 2, 1) if self.has_max_pool else x
 
 
@@ -128,8 +80,11 @@ class ResNetBlock(nn.Module):
     def __init__(self, in_channels: int, mid_channels: int, stride: int, has_bottlenecks: bool):
         super().__init__()
         self.convs, self.norms = nn.ModuleList(), nn.ModuleList()
+        convolutions = [(3, stride, mid_channels), (3, 1, mid_channels)]  # kernel size, stride, output channels
+        if has_bottlenecks:
+            convolutions = [(1, 1, mid_channels), (3, stride, mid_channels), (1, 1, 4 * mid_channels)]
         channels_before = in_channels
-        for kernel_size, conv_stride, channels in block_convolutions(mid_channels, stride, has_bottlenecks):
+        for kernel_size, conv_stride, channels in convolutions:
             padding = kernel_size // 2
             self.convs.append(nn.Conv2d(channels_before, channels, kernel_size, conv_stride, padding, bias=False))
             self.norms.append(BatchNorm(channels))
@@ -142,10 +97,10 @@ class ResNetBlock(nn.Module):
     def forward(self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
         y = x
         for number, (conv, norm) in enumerate(zip(self.convs, self.norms, strict=True)):
-            y = norm(conv(y if number == 0 else y.relu()))
+            y = norm(conv(y if number == 0 else y.relu_()))
         if self.beside is not None and self.beside_norm is not None:
             x = self.beside_norm(self.beside(x))
-        return (x + y).relu()
+        return (x + y).relu_()
 
 
 class ClassifierHead(nn.Module):
@@ -177,54 +132,3 @@ def unpack_targets(targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     mask = (1 << SECOND_CLASS_BIT) - 1
     mix_weight = (targets >> MIX_WEIGHT_BIT).clamp(min=0) / MIX_WEIGHT_SCALE
     return targets & mask, (targets >> SECOND_CLASS_BIT) & mask, mix_weight
-
-
-def resnet_operators(model: ResNetConfig, itemsize: int, samples: int) -> Iterator[OperatorCosts]:
-    """Yields the costs of stem, blocks and head. A bottleneck's stride is in its 3 x 3 convolution."""
-    imagenet = model.stem == "imagenet"
-    side = -(-model.image_size // 2) if imagenet else model.image_size
-    pixels = samples * 3 * model.image_size**2
-    stem = _convolution_costs(itemsize, samples, side, 3, model.width, 7 if imagenet else 3, pixels)
-    if imagenet:
-        side = -(-side // 2)
-        pooled = itemsize * samples * model.width * side**2
-        saved = stem.output_bytes + 8 * pooled // itemsize  # with the indices of the maxima
-        yield merge_costs("stem", [stem], pooled, saved, stem.output_bytes + pooled, 1)
-    else:
-        yield merge_costs("stem", [stem], stem.output_bytes)
-    for number, (width_in, inner, stride) in enumerate(block_shapes(model)):
-        operators: list[OperatorCosts] = []
-        convolutions, width_out = block_convolutions(inner, stride, model.has_bottlenecks), width_in
-        for window, window_stride, channels in convolutions:
-            saved, side = samples * width_out * side**2, -(-side // window_stride)
-            relu = len(operators) < len(convolutions) - 1  # the last one's follows the residual sum
-            operators.append(_convolution_costs(itemsize, samples, side, width_out, channels, window, saved, relu))
-            width_out = channels
-        if stride > 1 or width_in != width_out:  # the shortcut; its input is already counted as saved
-            operators.append(_convolution_costs(itemsize, samples, side, width_in, width_out, 1, 0, relu=False))
-        out = itemsize * samples * width_out * side**2
-        # The residual sum, and an in-place ReLU whose output the next block saves.
-        yield merge_costs(f"block{number}", operators, out, 0, 5 * out, 2)
-    width_in = 8 * model.width * (4 if model.has_bottlenecks else 1)
-    weights = (width_in + 1) * model.num_classes
-    yield OperatorCosts(
-        name="head", parameters=weights,
-        output_bytes=samples * model.num_classes * itemsize, saved_bytes=samples * width_in * itemsize,
-        moved_bytes=itemsize * samples * width_in * (side**2 + 1), num_ops=2,
-        products=(MatMul(samples, width_in, model.num_classes),),
-    )  # fmt: skip
-
-
-def _convolution_costs(
-    itemsize: int, samples: int, side: int, inner: int, outer: int, window: int, saved: int, relu: bool = True
-) -> OperatorCosts:
-    """Returns the costs of a convolution with `side` x `side` outputs, its norm and an in-place ReLU. The convolution
-    saves `saved` elements, the norm its input."""
-    out = itemsize * samples * outer * side**2
-    weights = inner * outer * window**2 + 2 * outer
-    product = MatMul(samples * side**2, inner * window**2, outer, 1, window**2)
-    return OperatorCosts(
-        name="", parameters=weights, output_bytes=out,
-        saved_bytes=saved * itemsize + out, moved_bytes=(4 if relu else 2) * out, num_ops=3 if relu else 2,
-        products=(product,),
-    )  # fmt: skip

@@ -1,7 +1,5 @@
 """The config and family of ResNets: residual convolutional networks for images."""
 
-from collections.abc import Callable
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
@@ -11,8 +9,6 @@ from shardwise.models.family import Family
 
 if TYPE_CHECKING:
     import torch
-
-    from shardwise.models.operator_costs import OperatorCosts
 
 
 class ResNetConfig(ModelConfig):
@@ -53,11 +49,6 @@ class ResNetFamily(Family):
             **dict.fromkeys(("tensor", "pipeline", "context", "expert"), f"{why}; use replicate or shard."),
             "recompute": "recomputation would update the running statistics of batch norm twice; use recompute=none.",
         }
-
-    def operator_costs(self, config: ResNetConfig, itemsize: int) -> "Callable[..., tuple[OperatorCosts, ...]]":
-        from shardwise.models.resnet import resnet_operators
-
-        return lru_cache(maxsize=64)(lambda *sizes: tuple(resnet_operators(config, itemsize, *sizes)))
 
     def example_batch(self, config: ResNetConfig, samples: int, dtype: "torch.dtype") -> "dict[str, torch.Tensor]":
         import torch

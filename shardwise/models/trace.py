@@ -26,9 +26,13 @@ aten = torch.ops.aten
 LOOKUPS = ("embedding", "index", "index_select", "gather")
 
 
-def trace_module(module: nn.Module, *inputs: Any, parts: Any = None, **kwargs: Any) -> tuple[OperatorCosts, ...]:
-    """Returns the costs of a module's children, or of other `parts` of it, in order of first call."""
-    recorder = _OpTracer()
+def trace_module(
+    module: nn.Module, *inputs: Any, parts: Any = None, has_equal_children: bool = False, **kwargs: Any
+) -> tuple[OperatorCosts, ...]:
+    """Returns the costs of a module's children, or of other `parts` of it, in order of first call.
+
+    `has_equal_children`: children that print the same and have the same shapes compute the same; one of them runs."""
+    recorder = _OpTracer(has_equal_children)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         inputs, kwargs = tree_map_only(Tensor, to_fake(fake), (inputs, kwargs))
         with with_fake_tensors(module, fake), _isolate_children(module, recorder, parts), recorder:
@@ -38,30 +42,11 @@ def trace_module(module: nn.Module, *inputs: Any, parts: Any = None, **kwargs: A
     return tuple(costs for costs in recorder.operator_costs() if costs.num_ops or costs.parameters)
 
 
-def trace_flops(chain: nn.Module, batch: Mapping[str, Tensor]) -> list[float]:
-    """Returns the forward FLOPs of each child of a chain, without the loss; `batch`: arguments of its `forward`.
-
-    Equal children (type, parameter shapes, input shape) are traced once: gpt-1t takes 0.6 s of CPU time, most of it to
-    build the model. A child without matmuls, such as an embedding, counts 8 FLOPs per output element for the memory
-    that it moves."""
-    batch = {name: tensor for name, tensor in batch.items() if name != "targets"}  # the fused loss computes gradients
-    x: Tensor = batch.pop("x")
-    traced: dict[Any, tuple[float, Tensor]] = {}
-    flops = []
-    for child in chain.children():
-        key = type(child), tuple(weight.shape for weight in child.parameters()), x.shape, x.dtype
-        if key not in traced:
-            recorder = _OpTracer()
-            with FakeTensorMode(allow_non_fake_inputs=True) as fake, torch.no_grad(), with_fake_tensors(child, fake):
-                inputs, kwargs = tree_map_only(Tensor, to_fake(fake), (x, batch))
-                with recorder:
-                    recorder.enter("", ())
-                    out = child(inputs, **kwargs)
-            (costs,) = recorder.operator_costs()
-            traced[key] = costs.flops or 8.0 * out.numel(), torch.empty_like(out, device="meta")
-        child_flops, x = traced[key]
-        flops.append(child_flops)
-    return flops
+@lru_cache(maxsize=8)
+def trace_family(family: Any, config: Any, itemsize: int) -> Callable[[int], tuple[OperatorCosts, ...]]:
+    """Returns a function from a micro-batch size to the costs of each module of a family's model."""
+    dtype = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16}[itemsize]
+    return interpolate_traces(lru_cache(lambda samples: family.trace_costs(config, samples, dtype)))
 
 
 def interpolate_traces(trace: Callable[[int], tuple[OperatorCosts, ...]]) -> Callable[[int], tuple[OperatorCosts, ...]]:
@@ -87,9 +72,10 @@ def _interpolate(at_2: Any, at_4: Any, samples: int) -> Any:
 class _OpTracer(TorchDispatchMode):
     """Records each operator's costs under the child that is running."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_equal_children: bool):
         super().__init__()
-        self.current = ""
+        self.current, self.has_equal_children = "", has_equal_children
+        self.traced: dict[Any, tuple[str, Any]] = {}  # by what makes children equal: the one that ran, and its output
         self.records: dict[str, dict[str, Any]] = {}
 
     def enter(self, name: str, parameters: Iterable[Tensor | None]) -> None:
@@ -163,21 +149,30 @@ def _traced_forward(name: str, child: nn.Module, recorder: _OpTracer) -> Callabl
     forward = child.forward
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        shapes = [(tensor.shape, tensor.dtype) for tensor in (*child.parameters(), *_tensors((args, kwargs)))]
+        key = repr(child) if recorder.has_equal_children else name, tuple(shapes)
+        if key in recorder.traced and name not in recorder.records:
+            equal_child, out = recorder.traced[key]
+            recorder.records[name] = {**recorder.records[equal_child], "name": name}
+            return out
         before, recorder.current = recorder.current, name
         recorder.enter(name, child.parameters())
         args, kwargs = tree_map_only(Tensor, _detached_leaf, (args, kwargs))
-        with _record_saved(recorder.records[name], child):
+        with _record_saved(recorder.records[name], child) as saved:
             out = forward(*args, **kwargs)
+            for tensor in _tensors(out):
+                saved.pop(_storage_key(tensor), None)  # whoever uses it next saves it
         recorder.leave(out)
         recorder.current = before
-        return tree_map_only(Tensor, _detached_leaf, out)
+        recorder.traced[key] = name, tree_map_only(Tensor, _detached_leaf, out)
+        return recorder.traced[key][1]
 
     return run
 
 
 @contextmanager
-def _record_saved(record: dict[str, Any], module: nn.Module) -> Iterator[None]:
-    """Adds the bytes that autograd saves within it, except the module's parameters and buffers."""
+def _record_saved(record: dict[str, Any], module: nn.Module) -> Iterator[dict[int, int]]:
+    """Adds the bytes that autograd saves within it, by storage, except the module's parameters and buffers."""
     own_storages = {_storage_key(tensor) for tensor in (*module.parameters(), *module.buffers())}
     saved: dict[int, int] = {}
 
@@ -187,7 +182,7 @@ def _record_saved(record: dict[str, Any], module: nn.Module) -> Iterator[None]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield
+        yield saved
     record["saved_bytes"] += sum(saved.values())
 
 

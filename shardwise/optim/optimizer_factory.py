@@ -34,14 +34,16 @@ def make_optimizer(settings: OptimizerConfig, shards: Sequence[ParamShard]) -> t
 
 
 def _make_adamw(settings: OptimizerConfig, shards: Sequence[ParamShard]) -> torch.optim.Optimizer:
-    """Returns PyTorch's fused AdamW, or ours for compute copies and low-precision moments. Neither communicates."""
+    """Returns PyTorch's fused AdamW, or ours for compute copies and moments in low precision or host memory. Neither
+    communicates."""
     groups = _param_groups(settings, shards)
     defaults: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
     if settings.state_dtype == "8bit":
         return AdamW8bit(groups, defaults, shards)
-    if settings.state_dtype == "bf16" or any(shard.compute_copy is not None for shard in shards):
+    is_ours = settings.state_dtype == "bf16" or settings.offload
+    if is_ours or any(shard.compute_copy is not None for shard in shards):
         state_dtype = torch.bfloat16 if settings.state_dtype == "bf16" else None
-        return AdamW(groups, defaults, shards, state_dtype)
+        return AdamW(groups, defaults, shards, state_dtype, settings.offload)
     return torch.optim.AdamW(groups, fused=True, **defaults)
 
 

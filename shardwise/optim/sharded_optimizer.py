@@ -32,6 +32,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Returns the state of a shard in the form that checkpoints store."""
         return self.state.get(weight, {})
 
+    def state_zeros(self, weight: Tensor, key: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Allocates a state of a shard."""
+        return weight.new_zeros(size, dtype=dtype)
+
     def after_load(self) -> None:
         """Called after a checkpoint has filled the states."""
 

@@ -17,10 +17,10 @@ def scatter_add_rows_(table: Tensor, rows: Tensor, values: Tensor) -> None:
 
 
 def rowwise_adagrad_(
-    table: Tensor, state_sum: Tensor, rows: Tensor, gradient: Tensor, mean_squares: Tensor, lr: float, eps: float
-) -> None:
-    """`mean_squares` are those of the full rows' gradients; `gradient` may have only some of their columns."""
-    state_sum.index_add_(0, rows, mean_squares)
+    table: Tensor, state_sum: Tensor, rows: Tensor, gradient: Tensor, lr: float, eps: float
+) -> None:  # fmt: skip
+    """Updates the used rows and their sums."""
+    state_sum.index_add_(0, rows, gradient.square().mean(1))
     denominator = state_sum.index_select(0, rows).sqrt_().add_(eps)
     scatter_add_rows_(table, rows, (gradient / denominator[:, None]).mul_(-lr))
 

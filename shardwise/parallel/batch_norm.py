@@ -13,26 +13,24 @@ from shardwise.models.resnet import BatchNorm
 
 
 def apply(chain: Chain, axis: Axis) -> None:
-    """Resets the running statistics of batch norms and synchronizes the norms over an axis."""
+    """Resets the running statistics of our batch norms, and synchronizes all batch norms over an axis."""
     for module in chain.modules():
         if isinstance(module, BatchNorm):
             module.reset_buffers()
-            if axis.size > 1:
-                module.num_shards, module.all_reduce_sum = axis.size, lambda numbers: AllReduceSum.apply(numbers, axis)
-        elif isinstance(module, _BatchNorm):
+        if isinstance(module, _BatchNorm):
             _synchronize(module, axis)
 
 
 def _synchronize(norm: _BatchNorm, axis: Axis) -> None:
-    """Makes one of PyTorch's batch norms compute its statistics over all ranks of an axis, each with as many samples,
-    and in float32 at least: PyTorch's kernels do not take half-precision weights next to float32 statistics."""
+    """Makes a batch norm compute its statistics over all ranks of an axis, each with as many samples, and in float32 at
+    least: PyTorch's kernels do not take half-precision weights next to float32 statistics."""
     local_forward = norm.forward
 
     def sum_over_ranks(x: Tensor, dims: list[int]) -> Tensor:
         return AllReduceSum.apply(x.sum(dims), axis) if axis.size > 1 else x.sum(dims)
 
     def forward(x: Tensor) -> Tensor:
-        if axis.size == 1 and x.dtype.itemsize > 2:
+        if axis.size == 1 and x.dtype.itemsize > 2 and x.numel() > x.shape[1]:
             return local_forward(x)
         dims, shape = [0, *range(2, x.dim())], (-1, *[1] * (x.dim() - 2))
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -44,21 +42,23 @@ def _synchronize(norm: _BatchNorm, axis: Axis) -> None:
                 _update_running_statistics(norm, mean.detach(), variance.detach() * (count / max(1, count - 1)))
         else:
             mean, variance = norm.running_mean, norm.running_var
-        y = (wide - mean.view(shape)) * (variance + norm.eps).rsqrt().view(shape)
-        if norm.affine:
-            y = y * norm.weight.to(y.dtype).view(shape) + norm.bias.to(y.dtype).view(shape)
-        return y.to(x.dtype)
+        weight, bias = (norm.weight.to(wide.dtype), norm.bias.to(wide.dtype)) if norm.affine else (1.0, 0.0)
+        factor = (variance + norm.eps).rsqrt() * weight
+        shift = bias - mean * factor
+        return (wide * factor.view(shape) + shift.view(shape)).to(x.dtype)
 
     norm.forward = forward  # type: ignore[method-assign,assignment]
 
 
 @torch.no_grad()
 def _update_running_statistics(norm: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
-    assert norm.running_mean is not None and norm.running_var is not None and norm.num_batches_tracked is not None
-    norm.num_batches_tracked.add_(1)
-    weight = 1.0 / norm.num_batches_tracked if norm.momentum is None else torch.tensor(norm.momentum)
+    weight: float | Tensor | None = norm.momentum
+    if norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+        weight = 1.0 / norm.num_batches_tracked if weight is None else weight
     for running, new in ((norm.running_mean, mean), (norm.running_var, variance)):
-        running.lerp_(new.to(running.dtype), weight.to(running))
+        assert running is not None and weight is not None
+        running.lerp_(new.to(running.dtype), torch.as_tensor(weight).to(running))
 
 
 class AllReduceSum(torch.autograd.Function):

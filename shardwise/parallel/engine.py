@@ -37,6 +37,7 @@ class Engine:
     param_shards: list[ParamShard]
     scale: LossScale
     positions: Tensor | None = None  # sequence positions of this rank under context parallelism; None: all
+    is_packed: bool = False  # whether samples hold several conversations (`data.pack`)
     outer_optimizer: Any = None  # averages replicas that take local steps (`shardwise.parallel.local_sgd`)
 
     @property
@@ -108,7 +109,9 @@ class Engine:
 
     def prepare_samples(self, samples: Samples) -> Samples:
         """Returns the samples at this rank's positions, with document ids if attention is masked by document."""
-        samples = context.shard_samples(samples.with_document_ids(self.model.document_separator), self.positions)
+        separator = self.model.document_separator
+        samples = samples.with_packed_ids() if self.is_packed else samples.with_document_ids(separator)
+        samples = context.shard_samples(samples, self.positions)
         if self.model.passes_batch and not samples.inputs:
             counts = (samples.targets != IGNORE_INDEX).flatten(1).sum(1)
             samples = replace(samples, inputs=(samples.tokens, samples.targets), counts=counts)

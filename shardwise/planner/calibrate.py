@@ -8,8 +8,9 @@ share a machine measure at the same time, as they will train at the same time.
 
 import gc
 import statistics
+import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,27 +46,11 @@ COLLECTIVE_CALLS = 30  # per measurement; a fixed count, since all ranks must ma
 SMALL_MESSAGE, LARGE_MESSAGE = 1 << 14, 1 << 23  # bytes of the measured collectives
 MIN_SECONDS = 0.3  # duration of any other measurement on a CPU
 SINGLE_DEVICE = ParallelDegrees(tensor=1, context=1, expert=1, micro_batch=1)
-
-
-@dataclass(frozen=True)
-class BenchmarkSizes:
-    """Sizes of the measured work: large enough to fill the device, small enough to finish soon."""
-
-    matmul_sizes: tuple[int, ...]
-    copy_bytes: int
-    tiny_model: dict[str, int]
-    large_model: dict[str, int]
-
-
-CPU_SIZES = BenchmarkSizes(
-    matmul_sizes=(128, 256, 512), copy_bytes=1 << 24,
-    tiny_model={"width": 16, "heads": 2, "sequence": 8}, large_model={"width": 256, "heads": 8, "sequence": 128},
-)  # fmt: skip
-GPU_SIZES = BenchmarkSizes(
-    matmul_sizes=(1024, 2048, 4096, 8192), copy_bytes=1 << 30,
-    tiny_model={"width": 64, "heads": 2, "sequence": 16},
-    large_model={"width": 2048, "heads": 16, "sequence": 4096, "layers": 4, "vocab": 32000},
-)  # fmt: skip
+STEP_SAMPLES = 4  # samples per measured training step on a GPU
+WARMUP_STEPS = 100  # before measuring, since a cool GPU is faster
+KERNEL_CATEGORIES = {"matmul": "matmul", "attention": "attention", "memory": "elementwise"}
+KERNELS_PER_BLOCK = 72  # of a block's forward and backward, as `BlockTimeModel` counts them
+SETTINGS: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 
 def calibrate_to_file(out: Path, processes: int, device: str) -> str:
@@ -121,23 +106,20 @@ def _make_cluster(kind: str, processes: int, values: dict[str, float], link: Lin
 def _fit_efficiencies(cluster: Cluster, values: dict[str, float]) -> dict[str, float]:
     """Returns the efficiencies for which the planner's predictions equal the measured times."""
     device = cluster.device
-    dtype_name = "bf16" if device.family != "cpu" else "float32"
-    efficiencies = {
-        "matmul": min(1.0, values.get(dtype_name, 1.0) / device.peak_flops(dtype_name)), "matmul_half_rate_depth": 0.0,
-        "wave_quantization": 0.0, "unaligned_64": 1.0, "attention": values["attention"] / device.peak_flops(dtype_name),
-        "attention_backward": values["attention_backward"], "inner": 1.0, "outer": 1.0,
-        "latency": values.get("latency", 1.0), "jitter": 0.0, "fixed_seconds": 0.0, "overlap_tensor": 0.0,
+    kind, dtype_name = ("cpu", "float32") if device.family == "cpu" else ("cuda", "bf16")
+    efficiencies: dict[str, float] = SETTINGS["efficiencies"] | {
+        "matmul": min(1.0, values.get(dtype_name, 1.0) / device.peak_flops(dtype_name)),
+        "attention": values["attention"] / device.peak_flops(dtype_name),
+        "attention_backward": values["attention_backward"], "latency": values.get("latency", 1.0),
         "kernel_launch": values["launch_seconds"] / KERNELS_PER_BLOCK, "unaligned_8": min(1.0, values["unaligned_8"]),
         "compiled": values["compiled"], "bulk_memory": min(1.0, values["copy_bandwidth"] / device.bandwidth),
-        "overlap_sharpness": 1.0,
     }  # fmt: skip
-    large = _decoder_config(GPU_SIZES.large_model if device.family != "cpu" else CPU_SIZES.large_model)
-    if device.family == "cpu":
-        # Host and device are the same processor: nothing overlaps and their times add up.
-        efficiencies |= {"overlap_data": 0.0, "overlap_p2p": 0.0, "overlap_p2p_interleaved": 0.0, "contention": 0.0}
-        efficiencies |= {
+    large_model = SETTINGS[kind]["large_model"]
+    if kind == "cpu":
+        large, uncontended = _decoder_config(large_model), values.get("uncontended", values["large_block"])
+        efficiencies |= SETTINGS["cpu_efficiencies"] | {
             "collective_start": values.get("collective_start", 0.0),
-            "uncontended_speedup": max(1.0, values["large_block"] / values.get("uncontended", values["large_block"])),
+            "uncontended_speedup": max(1.0, values["large_block"] / uncontended),
         }
         # Makes the prediction for the measured attention equal to its measurement.
         machine = Machine(cluster, efficiency_of("cpu", efficiencies))
@@ -154,8 +136,8 @@ def _fit_efficiencies(cluster: Cluster, values: dict[str, float]) -> dict[str, f
     machine, degrees = Machine(cluster, ideal), SINGLE_DEVICE._replace(micro_batch=STEP_SAMPLES)
     for key, part in KERNEL_CATEGORIES.items():
         ratios = []
-        for kind, overrides in MODEL_KINDS.items():
-            model = _decoder_config({**GPU_SIZES.large_model, **overrides})
+        for kind, overrides in SETTINGS["model_kinds"].items():
+            model = _decoder_config({**large_model, **overrides})
             best = _ideal_times(machine, model, dtype_name, degrees)
             ratios.append(model.layers * best[key] / values[f"{kind}: {part}"])
         efficiencies[key] = min(1.0, statistics.mean(ratios))
@@ -170,33 +152,24 @@ def _ideal_times(machine: Machine, model: DecoderConfig, precision: str, degrees
     return {"matmul": ideal.forward + ideal.backward - moved - core, "attention": core, "memory": moved}
 
 
-STEP_SAMPLES = 4  # samples per measured training step on a GPU
-WARMUP_STEPS = 100  # before measuring, since a cool GPU is faster
-MODEL_KINDS: dict[str, dict[str, Any]] = {
-    "llama": {}, "gpt-2": {"norm": "layer", "activation": "gelu", "bias": True, "positions": "learned"},
-}  # fmt: skip
-KERNEL_CATEGORIES = {"matmul": "matmul", "attention": "attention", "memory": "elementwise"}
-KERNELS_PER_BLOCK = 72  # of a block's forward and backward, as `BlockTimeModel` counts them
-
-
 def _measure_process(kind: str) -> dict[str, float]:
     """Measures rates and durations in one process."""
-    device, sizes = torch.device(kind), GPU_SIZES if kind == "cuda" else CPU_SIZES
+    device, sizes = torch.device(kind), SETTINGS[kind]
     dtype_names = ("float32", "bf16") if kind == "cuda" else ("float32",)
-    values = {name: max(_matmul_rate(n, DTYPES[name], device) for n in sizes.matmul_sizes) for name in dtype_names}
-    numbers = torch.empty(sizes.copy_bytes // 4, device=device)
-    widest, dtype = sizes.matmul_sizes[-1], DTYPES[dtype_names[-1]]
+    values = {name: max(_matmul_rate(n, DTYPES[name], device) for n in sizes["matmul_sizes"]) for name in dtype_names}
+    numbers = torch.empty(sizes["copy_bytes"] // 4, device=device)
+    widest, dtype = sizes["matmul_sizes"][-1], DTYPES[dtype_names[-1]]
     values["unaligned_8"] = _unaligned_matmul_rate(widest, dtype, device) / values[dtype_names[-1]]
-    values["copy_bandwidth"] = 2 * sizes.copy_bytes / _seconds(lambda: numbers.clone(), device)
-    forward, backward = _attention_rates(_decoder_config(sizes.large_model), dtype, device)
+    values["copy_bandwidth"] = 2 * sizes["copy_bytes"] / _seconds(lambda: numbers.clone(), device)
+    forward, backward = _attention_rates(_decoder_config(sizes["large_model"]), dtype, device)
     values["attention"], values["attention_backward"] = forward, backward / forward
-    values["launch_seconds"] = _block_seconds(_decoder_config(sizes.tiny_model), dtype, device)
+    values["launch_seconds"] = _block_seconds(sizes["tiny_model"], dtype, device)
     values["compiled"] = float(kind == "cuda")
     if kind == "cpu":
-        values["large_block"] = _block_seconds(_decoder_config(sizes.large_model), dtype, device)
+        values["large_block"] = _block_seconds(sizes["large_model"], dtype, device)
         return values
-    for name, overrides in MODEL_KINDS.items():
-        model = {**sizes.large_model, **overrides}
+    for name, overrides in SETTINGS["model_kinds"].items():
+        model = {**sizes["large_model"], **overrides}
         job = make_job({"precision": "bf16", "model": model, "batch": {"samples": STEP_SAMPLES}})
         breakdown = bench_step(job, device, 3, WARMUP_STEPS).time_breakdown
         values |= {f"{name}: {part}": seconds for part, seconds in breakdown.items()}
@@ -239,8 +212,9 @@ def _attention_flops(model: DecoderConfig) -> float:
     return 2.0 * model.heads * model.sequence**2 * model.head_dim
 
 
-def _block_seconds(model: DecoderConfig, dtype: torch.dtype, device: torch.device) -> float:
+def _block_seconds(sizes: dict[str, int], dtype: torch.dtype, device: torch.device) -> float:
     """Returns the seconds of a block's forward and backward; on a GPU compiled and as a CUDA graph, as in training."""
+    model = _decoder_config(sizes)
     chain = build_gpt(model, 0)
     init_weights(chain, 0)
     block = next(module for module in chain.modules() if isinstance(module, DecoderBlock)).to(device, dtype)
@@ -290,7 +264,7 @@ def _measure_links() -> dict[str, float]:
     values = {}
     for active_rank in range(size):
         if active_rank == rank:
-            values["uncontended"] = _block_seconds(_decoder_config(CPU_SIZES.large_model), torch.float32, device)
+            values["uncontended"] = _block_seconds(SETTINGS["cpu"]["large_model"], torch.float32, device)
         dist.barrier()
     pairs = [dist.new_group([n, n + 1]) for n in range(0, size - size % 2, 2)]
     pair_group = pairs[rank // 2] if rank // 2 < len(pairs) else None

@@ -87,6 +87,7 @@ BUCKET_BYTES = 1e8  # per gradient bucket
 # twice), low-precision copy (written).
 UPDATE_BYTES = 34.0
 ACCUMULATE_BYTES = 8.0  # per weight and micro-batch, to accumulate gradients over several micro-batches
+HOST_LINK_BANDWIDTH = 50e9  # bytes per second in each direction between page-locked host memory and a GPU (PCIe 5)
 BLOCK_AXES = ("tensor", "context", "expert")
 # Seconds of a schedule with a number of ranks, stages per rank and micro-batches.
 ScheduleTime = Callable[[str, int, int, int, StageCosts], float]
@@ -222,7 +223,8 @@ class Estimator:
         update_bytes = self.work.framework_profile.update_bytes
         if self.keeps_compute_copy(layout):
             update_bytes = UPDATE_BYTES + (ACCUMULATE_BYTES * micro_batches if micro_batches > 1 else 0.0)
-        return data, self.machine.bulk_memory_time(update_bytes * updated)
+        copied_seconds = self.work.framework_profile.offloaded_bytes * updated / HOST_LINK_BANDWIDTH
+        return data, max(self.machine.bulk_memory_time(update_bytes * updated), copied_seconds)
 
     def exposed(self, layout: Layout) -> dict[str, float]:
         """Returns the seconds of a step that the busiest rank waits for communication, by axis."""

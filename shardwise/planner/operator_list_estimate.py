@@ -10,6 +10,7 @@ return the same way. None of this overlaps.
 """
 
 from collections.abc import Sequence
+from dataclasses import astuple
 from statistics import fmean as mean
 
 from shardwise.layout import Layout
@@ -41,14 +42,6 @@ def operators_time(machine: Machine, profile: KernelProfile, costs: OperatorCost
     )  # fmt: skip
 
 
-def mean_module_time(seconds: Sequence[ModuleTime]) -> ModuleTime:
-    """Returns the mean of several modules; zero if there are none."""
-    mean = ModuleTime()
-    for number, time in enumerate(seconds, start=1):
-        mean = mean.lerp(time, 1 / number)
-    return mean
-
-
 Modules = Sequence[OperatorCosts]
 HOST_ROW_BANDWIDTH = 20e9  # bytes per second and rank of random host reads or writes of rows of about 500 bytes
 HOST_LINK_BANDWIDTH = 25e9  # bytes per second and direction between host and device: PCIe 4 x16
@@ -64,8 +57,8 @@ class OperatorListEstimator(Estimator):
     def module_times(self, degrees: ParallelDegrees) -> tuple[ModuleTime, ModuleTime, ModuleTime]:
         machine, profile, tensor = self.machine, self.work.kernel_profile, degrees.tensor
         parts = self._split_ends(degrees.micro_batch, tensor)
-        times = ([operators_time(machine, profile, module, tensor) for module in part] for part in parts)
-        first, blocks, last = map(mean_module_time, times)
+        times = ([astuple(operators_time(machine, profile, module, tensor)) for module in part] for part in parts)
+        first, blocks, last = (ModuleTime(*map(mean, zip(*part))) for part in times)
         return blocks, first, last
 
     def _split_ends(self, micro_batch: int, tensor: int) -> tuple[Modules, Modules, Modules]:

@@ -4,7 +4,7 @@ import time
 import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from shardwise.console import pluralize
 from shardwise.errors import LayoutError
 from shardwise.job import Job, load_job
 from shardwise.layout import Layout, solve_batch
+from shardwise.optim.offload import BUFFERS, PART
 from shardwise.parallel.prepare import meta_model, prepare
 from shardwise.parallel.torch_pipelining import PipelineOrder
 from shardwise.planner.costs.block_time import KernelProfile
@@ -21,7 +22,6 @@ from shardwise.planner.costs.machine import Machine, efficiency_of
 from shardwise.planner.costs.memory_model import engine_profile
 from shardwise.planner.costs.model_shape import ModelShape, OperatorListModel, shape_of
 from shardwise.planner.estimate import Estimator, Prediction, Workload
-from shardwise.planner.expected_goodput import ExpectedGoodput, expected_goodput
 from shardwise.planner.operator_list_estimate import OperatorListEstimator
 from shardwise.planner.search import SearchResult, search
 
@@ -82,12 +82,6 @@ class Plan:
         """Duration of the whole training with the best layout."""
         return self.job.total_steps * self.best.seconds
 
-    @property
-    def goodput(self) -> ExpectedGoodput:
-        """Expected goodput with the best layout under machine failures."""
-        saved = max(rank.weights + rank.optimizer for rank in self.best.memory)
-        return expected_goodput(self.devices, self.best.seconds, self.job.checkpoint.every, saved)
-
     def as_dict(self) -> dict[str, Any]:
         hours = self.training_seconds / 3600
         layouts = [self._layout_as_dict(*pair) for pair in zip(self.layouts, self.reasons, strict=True)]
@@ -95,7 +89,6 @@ class Plan:
             "search_seconds": self.seconds, "evaluated": self.evaluated, "layouts": layouts,
             "near_misses": list(self.near_misses),
             "training": {"steps": self.job.total_steps, "hours": hours, "device_hours": hours * self.devices},
-            "goodput": asdict(self.goodput),
         }  # fmt: skip
 
     def _layout_as_dict(self, prediction: Prediction, reason: str) -> dict[str, Any]:
@@ -143,17 +136,22 @@ def make_plan(
 
 
 def _search_runnable(job: Job, estimator: Estimator, devices: int) -> SearchResult:
-    keep, first = 10, None
+    keep, first, limit = 10, None, estimator.machine.device.memory
+    replicated = []  # plain data parallelism with a single micro-batch: the search only tries powers of two
+    if job.samples % devices == 0:
+        layout = Layout(replicate=devices)
+        prediction = estimator.predict(replace(layout, micro_batch=solve_batch(layout, job.samples).micro_batch))
+        replicated = [prediction] if prediction.peak_memory <= limit else []
     while first is None:
         result = search(estimator, devices, keep)
         known = {prediction.layout for prediction in result.best}
-        replicated = (p for p in _replicated_layouts(job, estimator, devices) if p.layout not in known)
-        predictions = [*result.best, *replicated]
+        predictions = [*result.best, *(prediction for prediction in replicated if prediction.layout not in known)]
         fastest = min(prediction.seconds for prediction in predictions)
 
         def rank(prediction: Prediction, fastest: float = fastest) -> tuple[object, ...]:
-            layout, limit = prediction.layout, COMFORTABLE_MEMORY * estimator.machine.device.memory
-            if prediction.seconds > (1 + TIE_TOLERANCE) * fastest or prediction.peak_memory > limit:
+            layout = prediction.layout
+            is_slower = prediction.seconds > (1 + TIE_TOLERANCE) * fastest
+            if is_slower or prediction.peak_memory > COMFORTABLE_MEMORY * limit:
                 return True, prediction.seconds
             sharding_level = layout.zero if layout.shard > 1 else 0
             return False, layout.pipeline, layout.tensor, layout.recompute != "none", sharding_level, prediction.seconds
@@ -165,15 +163,6 @@ def _search_runnable(job: Job, estimator: Estimator, devices: int) -> SearchResu
         keep *= 10
     others = sorted((p for p in predictions if p is not first), key=lambda p: p.seconds)
     return replace(result, best=(first, *others[:9]))
-
-
-def _replicated_layouts(job: Job, estimator: Estimator, devices: int) -> Iterator[Prediction]:
-    """Yields plain data parallelism with a single micro-batch, if it fits. The search only tries powers of two."""
-    layout = Layout(replicate=devices)
-    if job.samples % devices == 0:
-        prediction = estimator.predict(replace(layout, micro_batch=solve_batch(layout, job.samples).micro_batch))
-        if prediction.peak_memory <= estimator.machine.device.memory:
-            yield prediction
 
 
 def _is_runnable(job: Job, layout: Layout) -> bool:
@@ -206,6 +195,11 @@ def make_estimator(job: Job, cluster: Cluster) -> Estimator:
     framework_profile = engine_profile(job.precision, job.optimizer, trained)
     if cluster.device.family == "cpu":
         framework_profile = replace(framework_profile, fixed_bytes=CPU_PROCESS_BYTES)
+    elif job.optimizer.offload:
+        framework_profile = replace(
+            framework_profile, optimizer_bytes=0.0, offloaded_bytes=framework_profile.optimizer_bytes,
+            fixed_bytes=framework_profile.fixed_bytes + BUFFERS * PART * framework_profile.optimizer_bytes / trained,
+        )  # fmt: skip
     return estimator_class(machine, Workload(shape, kernel_profile, job.samples, framework_profile, engine=engine))
 
 

@@ -10,28 +10,24 @@ from shardwise.planner.costs.model_shape import OperatorListModel
 from shardwise.planner.estimate import Prediction
 from shardwise.planner.plan import ACCURACY_SENTENCE, Plan
 
-WIDE_TERMINAL = 150  # columns of a terminal that can show layouts and reasons in the table itself
 MEMORY_PARTS = RankMemory._fields
 
 
 def show_plan(plan: Plan, console: Console) -> None:
     console.print(title(plan), highlight=False, soft_wrap=True)
-    console.print(layouts_table(plan, console.width >= WIDE_TERMINAL))
-    if console.width < WIDE_TERMINAL:
-        for number, (prediction, why) in enumerate(zip(plan.layouts, plan.reasons, strict=True)):
-            console.print(f"{number + 1:3d}  {prediction.layout}{f' ({why})' if why else ''}", highlight=False)
-            console.print(f"     exposed: {format_exposed(prediction) or 'nothing'}", highlight=False)
+    console.print(layouts_table(plan))
+    for number, (prediction, why) in enumerate(zip(plan.layouts, plan.reasons, strict=True), start=1):
+        console.print(f"{number:3d}  {prediction.layout}{f' ({why})' if why else ''}", highlight=False)
+        console.print(f"     exposed: {format_exposed(prediction) or 'nothing'}", highlight=False)
     if not plan.fits(plan.best):
         verdict = "It does not fit" if plan.evaluated == 1 else "No layout fits; this one needs the least memory"
         console.print(f"{verdict}: {plan.best.peak_memory / GIB:.0f} GiB of {plan.cluster.device.memory / GIB:.0f}.")
     console.print(memory_table(plan.best))
-    console.print(training_summary(plan), highlight=False)
-    for line in plan.near_misses:
-        console.print(f"  {line}", highlight=False)
-    console.print(f"Faults: {plan.goodput.describe(plan.best.seconds)}", highlight=False)
-    console.print(ACCURACY_SENTENCE, highlight=False)
+    lines = [training_summary(plan), *(f"  {line}" for line in plan.near_misses), ACCURACY_SENTENCE]
     if plan.evaluated > 1:
-        console.print(f"{plan.evaluated} layouts evaluated in {plan.seconds:.2f} s.", highlight=False)
+        lines.append(f"{plan.evaluated} layouts evaluated in {plan.seconds:.2f} s.")
+    for line in lines:
+        console.print(line, highlight=False)
 
 
 def title(plan: Plan) -> str:
@@ -51,20 +47,16 @@ def title(plan: Plan) -> str:
     )
 
 
-def layouts_table(plan: Plan, wide: bool) -> Table:
-    """Returns the table of layouts; without `wide`, numbers stand for layouts and the reasons are left out."""
-    numbers = (
-        "step s", f"{plan.job.model.throughput_unit}/s/device", "model TFLOP/s", "hardware TFLOP/s", "of peak", "GiB",
-        "bubble",
-    )  # fmt: skip
+def layouts_table(plan: Plan) -> Table:
     table = Table(title="layouts, best first")
-    for column in ("layout", *numbers, "exposed", "why not first") if wide else ("#", *numbers):
-        table.add_column(column, justify="right" if column in (*numbers, "#") else "left", overflow="fold")
-    for number, (p, reason) in enumerate(zip(plan.layouts, plan.reasons, strict=True)):
+    throughput = f"{plan.job.model.throughput_unit}/s/device"
+    for column in ("#", "step s", throughput, "model TFLOP/s", "hardware TFLOP/s", "of peak", "GiB", "bubble"):
+        table.add_column(column, justify="right", overflow="fold")
+    for number, p in enumerate(plan.layouts, start=1):
         table.add_row(
-            str(p.layout if wide else number + 1), f"{p.seconds:.3g}", f"{plan.tokens_per_second(p):.4g}",
-            f"{plan.flops(p) / 1e12:.3g}", f"{plan.hardware_flops(p) / 1e12:.3g}", f"{100 * plan.mfu(p):.0f}%",
-            f"{p.peak_memory / GIB:.1f}", f"{100 * p.bubble:.1f}%", *([format_exposed(p), reason] if wide else []),
+            str(number), f"{p.seconds:.3g}", f"{plan.tokens_per_second(p):.4g}", f"{plan.flops(p) / 1e12:.3g}",
+            f"{plan.hardware_flops(p) / 1e12:.3g}", f"{100 * plan.mfu(p):.0f}%", f"{p.peak_memory / GIB:.1f}",
+            f"{100 * p.bubble:.1f}%",
         )  # fmt: skip
     return table
 

@@ -59,20 +59,22 @@ class ListScheduler:
     """Schedules a problem under `rules`."""
 
     def __init__(self, problem: SchedulingProblem, rules: PriorityRules):
-        costs, m = problem.costs, problem.micro_batches
+        costs, stages, ranks, retained = problem.costs, problem.costs.stages, problem.ranks, problem.retained_fraction
         self.problem, self.rules = problem, rules
         self.stage_to_rank = problem.stage_to_rank
-        self.stages_by_rank: list[list[int]] = [[] for _ in range(problem.ranks)]
-        for stage, rank in enumerate(self.stage_to_rank):
-            self.stages_by_rank[rank].append(stage)
+        self.stages_by_rank = [[s for s in range(stages) if self.stage_to_rank[s] == rank] for rank in range(ranks)]
+        # By kind of action: seconds by stage, and the change of memory in activations of a micro-batch.
+        full_backward = [i + w for i, w in zip(costs.backward_input, costs.backward_weight)]
+        self.seconds = {"F": costs.forward, "I": costs.backward_input, "W": costs.backward_weight, "B": full_backward}
+        self.memory_change = {"F": 1.0, "I": retained - 1.0, "W": -retained, "B": -1.0}
         # When the input of each stage's forward and backward arrives, by micro-batch.
-        self.forward_ready_at = [[0.0 if s == 0 else inf] * m for s in range(costs.stages)]
-        self.backward_ready_at = [[inf] * m for _ in range(costs.stages)]
-        self.next_forward, self.next_backward = [0] * costs.stages, [0] * costs.stages
-        self.pending_weights: list[deque[tuple[int, int]]] = [deque() for _ in range(problem.ranks)]
-        self.in_flight = [0] * problem.ranks
-        self.memory_used, self.free_at = [0.0] * problem.ranks, [0.0] * problem.ranks
-        self.order: dict[int, list[Action]] = {rank: [] for rank in range(problem.ranks)}
+        self.forward_ready_at = [[0.0 if s == 0 else inf] * problem.micro_batches for s in range(stages)]
+        self.backward_ready_at = [[inf] * problem.micro_batches for _ in range(stages)]
+        self.next_forward, self.next_backward, self.next_weight = [0] * stages, [0] * stages, [0] * stages
+        self.pending_weights: list[deque[int]] = [deque() for _ in range(ranks)]  # stages, by rank
+        self.in_flight = [0] * ranks
+        self.memory_used, self.free_at = [0.0] * ranks, [0.0] * ranks
+        self.order: dict[int, list[Action]] = {rank: [] for rank in range(ranks)}
         self.events: list[tuple[float, int]] = []
 
     def run(self) -> dict[int, list[Action]] | None:
@@ -97,7 +99,7 @@ class ListScheduler:
             self._start_weight(rank, now)
         elif backward_at <= now:
             self._start_backward(rank, backward, now)
-        elif pending and next_input_at - now >= self.rules.min_gap_fraction * costs.backward_weight[pending[0][0]]:
+        elif pending and next_input_at - now >= self.rules.min_gap_fraction * costs.backward_weight[pending[0]]:
             self._start_weight(rank, now)
         elif next_input_at < inf:
             heappush(self.events, (next_input_at, rank))
@@ -130,42 +132,33 @@ class ListScheduler:
         return stage, at
 
     def _start_forward(self, rank: int, stage: int, now: float) -> None:
-        micro_batch = self.next_forward[stage]
-        self.next_forward[stage] += 1
         self.in_flight[rank] += 1
-        self.memory_used[rank] += self.problem.activation_sizes[stage]
-        end = self._append_action(rank, stage, "F", micro_batch, now, self.problem.costs.forward[stage])
+        micro_batch, end = self._start("F", rank, stage, self.next_forward, now)
         if stage + 1 < len(self.stage_to_rank):
             self._deliver(self.forward_ready_at, stage + 1, micro_batch, end)
         else:
             self.backward_ready_at[stage][micro_batch] = end
 
     def _start_backward(self, rank: int, stage: int, now: float) -> None:
-        micro_batch = self.next_backward[stage]
-        self.next_backward[stage] += 1
         self.in_flight[rank] -= 1
-        size, costs = self.problem.activation_sizes[stage], self.problem.costs
+        micro_batch, end = self._start("I" if self.rules.split_backward else "B", rank, stage, self.next_backward, now)
         if self.rules.split_backward:
-            self.memory_used[rank] -= size * (1.0 - self.problem.retained_fraction)
-            self.pending_weights[rank].append((stage, micro_batch))
-            end = self._append_action(rank, stage, "I", micro_batch, now, costs.backward_input[stage])
-        else:
-            self.memory_used[rank] -= size
-            seconds = costs.backward_input[stage] + costs.backward_weight[stage]
-            end = self._append_action(rank, stage, "B", micro_batch, now, seconds)
+            self.pending_weights[rank].append(stage)
         if stage:
             self._deliver(self.backward_ready_at, stage - 1, micro_batch, end)
 
     def _start_weight(self, rank: int, now: float) -> None:
-        stage, micro_batch = self.pending_weights[rank].popleft()
-        self.memory_used[rank] -= self.problem.activation_sizes[stage] * self.problem.retained_fraction
-        self._append_action(rank, stage, "W", micro_batch, now, self.problem.costs.backward_weight[stage])
+        self._start("W", rank, self.pending_weights[rank].popleft(), self.next_weight, now)
 
-    def _append_action(self, rank: int, stage: int, kind: str, micro_batch: int, now: float, seconds: float) -> float:
+    def _start(self, kind: str, rank: int, stage: int, next_micro_batch: list[int], now: float) -> tuple[int, float]:
+        """Starts an action on the next micro-batch of its kind and stage. Returns the micro-batch and the end."""
+        micro_batch, end = next_micro_batch[stage], now + self.seconds[kind][stage]
+        next_micro_batch[stage] += 1
+        self.memory_used[rank] += self.memory_change[kind] * self.problem.activation_sizes[stage]
         self.order[rank].append(Action(stage, kind, micro_batch))
-        self.free_at[rank] = now + seconds
-        heappush(self.events, (now + seconds, rank))
-        return now + seconds
+        self.free_at[rank] = end
+        heappush(self.events, (end, rank))
+        return micro_batch, end
 
     def _deliver(self, ready: list[list[float]], stage: int, micro_batch: int, at: float) -> None:
         ready[stage][micro_batch] = at

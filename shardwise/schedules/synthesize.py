@@ -40,7 +40,7 @@ def synthesize(problem: SchedulingProblem, effort: int = 200_000) -> Simulation:
     for number, rules in enumerate(_candidate_rules(problem)):
         if number * size > max(effort, 4 * size):
             break
-        candidate = _evaluate_rules(problem, rules)
+        candidate = _simulate_if_valid(problem, ListScheduler(problem, rules).run())
         if candidate is not None:
             found.append((candidate.seconds, number, rules, candidate))
             if candidate.seconds <= floor:
@@ -75,9 +75,13 @@ def named_candidates(problem: SchedulingProblem) -> Iterator[Simulation]:
                 yield simulate(build_program(program.order), problem.costs)
 
 
-def _evaluate_rules(problem: SchedulingProblem, rules: PriorityRules) -> Simulation | None:
-    order = ListScheduler(problem, rules).run()
-    return None if order is None else _simulate_if_valid(problem, order)
+def _simulate_if_valid(problem: SchedulingProblem, order: dict[int, list[Action]] | None) -> Simulation | None:
+    """Returns the simulation of an order; None if there is none, it deadlocks or it does not fit."""
+    try:
+        program = build_program(order) if order is not None else None
+    except LayoutError:
+        return None
+    return simulate(program, problem.costs) if program is not None and problem.fits(program) else None
 
 
 def _candidate_rules(problem: SchedulingProblem) -> Iterator[PriorityRules]:
@@ -128,18 +132,10 @@ def _climb(problem: SchedulingProblem, rules: PriorityRules, best: Simulation, e
             depth[rank] = max(1, min(max_depth, depth[rank] + rng.choice((-1, 1, 1, 2))))
         gap = rng.choice((rules.min_gap_fraction, rules.min_gap_fraction, *GAP_FRACTIONS))
         neighbor_rules = replace(rules, max_in_flight=tuple(depth), min_gap_fraction=gap)
-        candidate = _evaluate_rules(problem, neighbor_rules)
+        candidate = _simulate_if_valid(problem, ListScheduler(problem, neighbor_rules).run())
         if candidate is not None and candidate.seconds <= best.seconds:
             rules, best = neighbor_rules, candidate
     return best
-
-
-def _simulate_if_valid(problem: SchedulingProblem, order: dict[int, list[Action]]) -> Simulation | None:
-    try:
-        program = build_program(order)
-    except LayoutError:
-        return None
-    return simulate(program, problem.costs) if problem.fits(program) else None
 
 
 def _merge_backwards(problem: SchedulingProblem, result: Simulation) -> Simulation:

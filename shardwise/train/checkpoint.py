@@ -31,19 +31,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.errors import CheckpointError, RunError
 from shardwise.files import fsync_and_rename
+from shardwise.host_memory import in_huge_pages, pack, page_lock, unpack
 from shardwise.optim.param_shard import ParamShard
 from shardwise.optim.sharded_optimizer import ShardedOptimizer
 from shardwise.parallel.engine import Engine
 from shardwise.train import checkpoint_folder, error_feedback
 from shardwise.train.checkpoint_folder import CheckpointGroup, list_checkpoints, valid_checkpoints
 from shardwise.train.dcp_storage import CheckpointPiece, Index, Pieces, dtype_of, read_index, read_pieces, write_pieces
-from shardwise.workers.host_memory import in_huge_pages, pack, page_lock, unpack
 from shardwise.workers.snapshots import SnapshotStore
 
 __all__ = ["CheckpointManager", "valid_checkpoints", "load_weights"]
@@ -78,7 +79,8 @@ class CheckpointManager:
         self.finish()
         pieces = replica_pieces(collect_pieces(engine, optimizer), engine.mesh["local_sgd"].index)
         metadata = json.dumps({"step": step, "layout": str(engine.mesh.layout), "state": {"step": step, **state}})
-        if not self.asynchronous:
+        self._can_stage.wait()
+        if not self.asynchronous or not self._has_room({name: piece.tensor for name, piece in pieces.items()}):
             self._write(step, pieces, metadata)
             return
         pieces, ready = self._stage_to_host(pieces, engine.mesh.device)
@@ -171,7 +173,7 @@ class CheckpointManager:
 
     def _reserve_now(self, tensors: dict[str, Tensor]) -> None:
         with suppress(OSError, RuntimeError):  # a save then allocates memory itself
-            if self.asynchronous:
+            if self.asynchronous and self._has_room(tensors):
                 self._staging = in_huge_pages(mmap.mmap(-1, pack(tensors)[1]))
                 page_lock(self._staging)
         self._can_stage.set()
@@ -179,10 +181,13 @@ class CheckpointManager:
             if self.snapshots is not None:
                 self.snapshots.reserve(tensors)
 
+    def _has_room(self, tensors: dict[str, Tensor]) -> bool:
+        """Whether the host has memory for a copy of these tensors; if not, saves write them while training waits."""
+        return self._staging is not None or pack(tensors)[1] < 0.8 * psutil.virtual_memory().available
+
     def _stage_to_host(self, pieces: Pieces, device: torch.device) -> tuple[Pieces, torch.cuda.Event | None]:
         """Copies the shards to host memory, which is reused: page faults would cost more than the copy."""
         entries, size = pack({name: piece.tensor for name, piece in pieces.items()})
-        self._can_stage.wait()
         if self._staging is None or self._staging.numel() != size:
             self._staging = in_huge_pages(mmap.mmap(-1, size))
         copies = {}
@@ -365,6 +370,7 @@ def init_optimizer_state(index: Index, optimizer: Optimizer, param_shards: list[
             owner, _, key = rest.rpartition(".")
             entries.setdefault(owner, {})[key] = entry
     step_on_device = {id(p): g.get("fused") or g.get("capturable") for g in optimizer.param_groups for p in g["params"]}
+    sharded = sharded_optimizer(optimizer)
     for param_shard in param_shards:
         if param_shard.is_table:
             continue  # tables allocate their state when they are built
@@ -380,7 +386,11 @@ def init_optimizer_state(index: Index, optimizer: Optimizer, param_shards: list[
                 size, dim = list(weight.shape), collapsed_dim(optimizer, f"optimizer.{param_shard.name}.{key}")
                 if dim is not None:
                     size[dim] = 1
-                state[key] = weight.new_zeros(size, dtype=weight.dtype if has_weight_dtype else dtype_of(entry))
+                dtype = weight.dtype if has_weight_dtype else dtype_of(entry)
+                if sharded is None:
+                    state[key] = weight.new_zeros(size, dtype=dtype)
+                else:
+                    state[key] = sharded.state_zeros(weight, key, size, dtype)
 
 
 def check_matches_model(path: Path, index: Index, needed: dict[str, torch.Size], group: CheckpointGroup) -> None:

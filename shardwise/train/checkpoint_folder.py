@@ -26,7 +26,7 @@ import torch.distributed as dist
 from shardwise.comm.objects import all_gather_json, broadcast_json
 from shardwise.errors import CheckpointError
 from shardwise.files import parse_json
-from shardwise.workers.host_memory import num_threads
+from shardwise.host_memory import num_threads
 
 FORMAT_VERSION = 1
 MANIFEST_FILE = "manifest.json"

@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.utils.serialization import config as save_config
 
 from shardwise.errors import RunError
+from shardwise.host_memory import num_threads
 from shardwise.train.checkpoint_folder import CheckpointGroup, HashedFileWriter, write_hashed_file
-from shardwise.workers.host_memory import num_threads
 
 INDEX_FILE = "tensors.json"
 Index = dict[str, dict[str, Any]]  # by tensor name: dtype, shape, pieces as [file, offset, length, offsets, sizes]

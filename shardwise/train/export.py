@@ -259,8 +259,9 @@ def export_run(
             size = export.write_adapter(temporary, job.model)
         else:
             size = export.write(temporary, max_file_bytes)
-        if folder.tokenizer.exists() and not (temporary / "tokenizer.json").exists():
-            shutil.copy(folder.tokenizer, temporary)
+        for file in (folder.tokenizer, folder.path / "tokenizer_config.json"):
+            if file.exists() and not (temporary / file.name).exists():
+                shutil.copy(file, temporary)
         checked = export.check(temporary) if check else ""
         added = after(export, temporary, checked)
         temporary.rename(out)

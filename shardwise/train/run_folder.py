@@ -89,6 +89,8 @@ class RunFolder:
             if not self.tokenizer.exists():
                 tokenizer.save(self.tokenizer)
             record.tokenizer = tokenizer_fingerprint(str(self.tokenizer))
+            if config := getattr(training, "tokenizer_config", ""):
+                write_text(self.path / "tokenizer_config.json", config)
         record.samples = (len(training), len(held_out))
         record.save(self.path / "data.json")
 

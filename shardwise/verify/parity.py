@@ -23,17 +23,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.cluster import CLUSTERS
-from shardwise.comm.axis import Axis
 from shardwise.comm.objects import all_gather_json
 from shardwise.comm.world import run_world
 from shardwise.data.make_sources import synthetic_source
-from shardwise.data.sample_stream import SampleStream, Subset, job_stream, rank_positions
+from shardwise.data.sample_stream import Samples, SampleStream, Subset, job_stream, rank_positions
 from shardwise.errors import JobError, RunError
 from shardwise.job import Job
 from shardwise.layout import Layout
 from shardwise.models.chain import IGNORE_INDEX
+from shardwise.models.objectives import next_token
 from shardwise.optim import job_learning_rate, set_learning_rate
-from shardwise.optim.param_shard import ParamShard
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.precision import Precision
@@ -142,9 +141,24 @@ class IgnoredTargetsSource(Subset):
         return sample
 
 
+class PackedSource(IgnoredTargetsSource):
+    """Rows of several documents, of different lengths in each row, as `data.pack` has them."""
+
+    def samples(self, indices: np.ndarray, positions: np.ndarray) -> Samples:
+        rows = np.stack([self.read_sample(index) for index in indices.tolist()])
+        tokens, targets = next_token(rows, positions)
+        places = (np.arange(self.length) + 5 * indices[:, None]) % (3 + indices[:, None] % (self.length // 2 + 1))
+        is_first = (places == 0) | (np.arange(self.length) == 0)
+        targets[:, :-1][is_first[:, 1:]] = IGNORE_INDEX
+        parts = (np.where(is_first, ~tokens, tokens), targets, positions.astype(np.int64))
+        return Samples.from_tensors(torch.from_numpy(part) for part in parts)
+
+
 def make_stream(job: Job) -> SampleStream:
     """Returns a stream so short that three steps read more than one epoch."""
     source = synthetic_source(job, max(1, 2 * job.samples - 1))
+    if job.data.pack:
+        return job_stream(job, PackedSource(source, 0, len(source)))
     has_one_target = job.model.sample_kind != "tokens" or job.model.counts_samples
     return job_stream(job, source if has_one_target else IgnoredTargetsSource(source, 0, len(source)))
 
@@ -281,10 +295,10 @@ def _compare_outputs(
         if name not in recorded:
             comparison.add(step_index, "output", order, name, math.inf)
         elif name in outputs and (engine.positions is None or full.dim() > 1):  # flattened samples have no positions
-            chunk = _local_chunk(full, engine.mesh["data"], 0)
+            chunk = full.narrow(0, *engine.mesh["data"].span(full.shape[0]))
             chunk = chunk if engine.positions is None else chunk[:, engine.positions]
-            if engine.chains[0].sharding_plan.splits_sequence:
-                chunk = _local_chunk(chunk, engine.mesh["tensor"], 1)
+            if engine.chains[0].sharding_plan.splits_sequence and engine.mesh["tensor"].size > 1:
+                chunk = chunk.narrow(1, *engine.mesh["tensor"].span(chunk.shape[1]))
             floor = comparison.floor * float(full.norm())
             found = output_fingerprint(outputs[name])
             error = relative_error(found, chunk, floor) if found.shape == chunk.shape else math.inf
@@ -302,7 +316,9 @@ def _compare_shards(
     squared_errors, sizes = torch.zeros(2, len(expected), dtype=torch.float64)
     infinite = torch.tensor(math.inf, dtype=torch.float64)
     for param_shard, value in zip(shards, values, strict=True):
-        expected_shard, place = _expected_shard(expected, param_shard), order[param_shard.name]
+        start, size = param_shard.offset_and_shape
+        expected_shard = expected[param_shard.name][tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
+        place = order[param_shard.name]
         has_shape = value.shape == expected_shard.shape
         squared_error = (value - expected_shard).square().sum().double() if has_shape else infinite
         # A rank may have both copies of a tied weight; `maximum` keeps a NaN.
@@ -325,11 +341,6 @@ def _compare_shards(
             comparison.noise.add(name)
 
 
-def _expected_shard(expected: dict[str, Tensor], param_shard: ParamShard) -> Tensor:
-    start, size = param_shard.offset_and_shape
-    return expected[param_shard.name][tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
-
-
 def _compare_full_weights(comparison: Comparison, step_index: int, engine: Engine, expected: dict[str, Tensor]) -> None:
     """Compares the full weights that ranks keep beside their shards (ZeRO 1): the update must reach them too."""
     if engine.mesh["fsdp_context"].size == 1:
@@ -341,15 +352,10 @@ def _compare_full_weights(comparison: Comparison, step_index: int, engine: Engin
             if not isinstance(weight, DTensor) and weight.requires_grad:
                 chunk, fsdp = expected[name], engine.mesh["expert_replicas" if shards[name].is_expert else "fsdp"]
                 for dim, axis in shards[name].sharded_dims:
-                    chunk = chunk if axis is fsdp else _local_chunk(chunk, axis, dim)
+                    chunk = chunk if axis is fsdp else chunk.narrow(dim, *axis.span(chunk.shape[dim]))
                 floor = NOISE_FLOOR if name in comparison.noise else comparison.floor
                 error = relative_error(weight.detach(), chunk, floor * rms_norm)
                 comparison.add(step_index, "weight", order[name], name, error)
-
-
-def _local_chunk(full: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Returns this rank's chunk; trailing chunks may be empty."""
-    return full if axis.size == 1 else full.narrow(dim, *axis.span(full.shape[dim]))
 
 
 def _rms_norm_and_order(expected: dict[str, Tensor]) -> tuple[float, dict[str, int]]:

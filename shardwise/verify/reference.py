@@ -1,25 +1,28 @@
 """The single-process reference: a plain training loop that `verify` compares every layout with.
 
 It uses the model, the samples, `torch.optim` and, for what that lacks, plain LAMB and Muon for unsharded weights:
-PyTorch has no LAMB, and its Muon computes in bf16, whose rounding would hide the errors that `verify` looks for. It
-shares no code with layouts, parameter shards, `shardwise.step` or our loss, so it cannot share their bugs.
+PyTorch has no LAMB, and its Muon computes in bf16, whose rounding would hide the errors that `verify` looks for. The
+tables of a DLRM use PyTorch's `embedding_bag` and `SparseAdam`, and row-wise AdaGrad written out. It shares no code
+with layouts, parameter shards, embedding tables, `shardwise.step` or our loss, so it cannot share their bugs.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from shardwise.data.criteo import ClickBatch
 from shardwise.data.sample_stream import Samples, SampleStream
 from shardwise.job import Job
 from shardwise.models.chain import IGNORE_INDEX, init_weights
 from shardwise.models.moe import MoE
 from shardwise.models.resnet import unpack_targets
-from shardwise.verify.dlrm_reference import dlrm_loss, make_table_optimizers, make_tables
+from shardwise.random import hash_key, normal_
 
 GradientHook = Callable[[int, Samples], None]  # called with the number of the step, from 0, and its samples
 
@@ -49,7 +52,11 @@ def run_steps(
         if job.model.document_separator >= 0:
             ends = (samples.tokens == job.model.document_separator).tolist()
             document_kwargs["document_ids"] = torch.tensor([list(accumulate(row[:-1], initial=0)) for row in ends])
-        loss = job.family.reference_loss(job.model, model, samples)
+        if job.data.pack:
+            rows = [list(accumulate(token < 0 for token in row)) for row in samples.tokens.tolist()]
+            document_kwargs["document_ids"] = torch.tensor(rows)
+            samples = replace(samples, tokens=samples.tokens.apply_(lambda token: token if token >= 0 else -1 - token))
+        loss = job.family.reference_loss(job.model, model, samples, **document_kwargs)
         if tables:
             loss = dlrm_loss(job, model, list(tables.values()), samples)
         elif loss is None:
@@ -186,3 +193,54 @@ def _newton_schulz(matrix: Tensor) -> Tensor:
         polynomial = -4.7750 * gram + 2.0315 * gram @ gram
         x = 3.4445 * x + (polynomial @ x if x.shape[0] <= x.shape[1] else x @ polynomial)
     return x
+
+
+# The embedding tables of a DLRM
+
+
+def make_tables(job: Job, dtype: torch.dtype) -> dict[str, Any]:
+    """Returns the initial embedding tables; none if the model is no DLRM."""
+    tables = {}
+    for number, table in enumerate(job.family.tables(job.model)):
+        weight = torch.empty(table.rows, table.width, dtype=dtype)
+        normal_(weight, hash_key("init", job.seed, f"table{number}"), weight.shape, (0, 0), table.init_std)
+        tables[f"table{number}"] = weight.requires_grad_()
+    return tables
+
+
+def dlrm_loss(job: Job, dense: nn.Module, tables: list[Tensor], samples: Samples) -> Tensor:
+    """Returns the mean loss of a batch."""
+    model: Any = job.model
+    batch = ClickBatch.unpack(samples, model)
+    pooled = torch.stack([_pool_embeddings(table, batch, number) for number, table in enumerate(tables)], dim=1)
+    logits: Tensor = dense(batch.dense_features.to(pooled.dtype), pooled)
+    return F.binary_cross_entropy_with_logits(logits, batch.labels.to(pooled.dtype))
+
+
+def _pool_embeddings(table: Tensor, batch: ClickBatch, number: int) -> Tensor:
+    """Returns the pooled embedding of each sample from one table."""
+    samples = zip(batch.sparse_ids[:, number].tolist(), batch.weights[:, number].tolist())
+    pairs = [[(id, weight) for id, weight in zip(*sample) if id >= 0] for sample in samples]
+    ids = torch.tensor([id for sample in pairs for id, _ in sample], dtype=torch.int64)
+    weights = torch.tensor([weight for sample in pairs for _, weight in sample], dtype=table.dtype)
+    offsets = torch.tensor([0, *accumulate(map(len, pairs[:-1]))])
+    return F.embedding_bag(ids, table, offsets, mode="sum", sparse=True, per_sample_weights=weights)
+
+
+def make_table_optimizers(job: Job, tables: dict[str, Any]) -> list[torch.optim.Optimizer]:
+    if not tables:
+        return []
+    group = {"params": list(tables.values()), "lr_multiplier": job.embedding_tables.lr_multiplier}
+    if job.embedding_tables.optimizer == "adam":
+        return [torch.optim.SparseAdam([group], betas=job.optimizer.betas, eps=job.optimizer.eps)]
+    return [RowwiseAdagrad([group], {"eps": job.optimizer.eps})]
+
+
+class RowwiseAdagrad(torch.optim.Optimizer):
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for table in group["params"]:
+                gradient, state = table.grad.to_dense(), self.state[table]
+                state["sum"] = state.get("sum", 0.0) + gradient.square().mean(dim=1)
+                table -= group["lr"] * gradient / (state["sum"].sqrt() + group["eps"])[:, None]

@@ -2,8 +2,8 @@
 
 import statistics
 import time
-from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from shardwise.console import format_seconds
 from shardwise.errors import LayoutError
 from shardwise.layout import AXES, Layout, micro_batch_error
 from shardwise.metrics import rank_metrics
-from shardwise.schedules.simulate import Action, PipelineProgram, StageCosts, build_program, named_program, simulate
+from shardwise.schedules.simulate import Action, Simulation, StageCosts, build_program, named_program, simulate
 from shardwise.watch.run_data import TIME_CATEGORIES, Goodput, RunData, bin_means, bin_starts, goodput, to_json_list
 
 MAX_POINTS = 800  # points of a curve
@@ -32,13 +32,13 @@ def category_label(kind: str, name: str) -> str:
 
 
 def page_data(run: RunData) -> dict[str, Any]:
-    good = goodput(run)
+    good, timeline = goodput(run), pipeline_data(run)
     return {
         "name": run.name, "status": run.status, "created": time.time(), "unit": run.unit,
         "layout": str(run.plan.get("layout", run.job.layout)), "world": run.world, "steps": run.job.total_steps,
         "tiles": tiles(run, good), "series": series(run), "time_breakdown": time_breakdown(run),
         "ranks": rank_breakdown(run), "heatmap": heatmap(run), "memory": memory_table(run),
-        "pipeline": pipeline_data(run), "mesh": mesh_summary(run), "plan": plan_accuracy(run),
+        "pipeline": timeline, "mesh": mesh_summary(run), "plan": plan_accuracy(run, timeline),
         "events": run.events[-MAX_EVENTS:], "summary": summary_sentences(run, good), "job": run.job.to_toml(),
         "goodput": {"wall_seconds": good.wall_seconds, "share": good.share, "lost_seconds": good.lost_seconds},
         "experts": run.last_record.get("expert_load", []),
@@ -162,7 +162,7 @@ def heatmap(run: RunData) -> dict[str, Any]:
 def memory_table(run: RunData) -> dict[str, Any]:
     """Returns peak GiB per rank, by kind where it was counted, and the prediction of its pipeline rank."""
     prediction = run.plan.get("predicted", {})
-    layout = parse_layout(run)
+    layout = run.layout
     predicted_gib = prediction.get("memory_gib", [])
     peak = run.memory.get("peak", [])
     ranks_per_stage = layout.world // layout.pipeline if layout is not None else 1
@@ -179,16 +179,9 @@ def memory_table(run: RunData) -> dict[str, Any]:
     return {"limit": prediction.get("device_memory_gib"), "rows": rows}
 
 
-def parse_layout(run: RunData) -> Layout | None:
-    try:
-        return Layout.parse(str(run.plan.get("layout", "")))
-    except LayoutError:
-        return None
-
-
 def mesh_summary(run: RunData) -> dict[str, Any] | None:
     """Returns the mesh axes, outermost first, the share of step time waited on each, and compute time by rank."""
-    layout = parse_layout(run)
+    layout = run.layout
     if layout is None:
         return None
     waits = {name: share for (kind, name), share in time_shares(run).items() if kind == "wait_seconds"}
@@ -200,7 +193,7 @@ def mesh_summary(run: RunData) -> dict[str, Any] | None:
     }  # fmt: skip
 
 
-def plan_accuracy(run: RunData) -> dict[str, Any]:
+def plan_accuracy(run: RunData, timeline: dict[str, Any] | None) -> dict[str, Any]:
     """Returns a row per predicted quantity: predicted, measured, error; and the reasons for the chosen plan."""
     prediction, rows = run.plan.get("predicted", {}), []
 
@@ -223,7 +216,6 @@ def plan_accuracy(run: RunData) -> dict[str, Any]:
         measured = step * sum(share.get(("wait_seconds", name), 0.0) for name in axes)
         if axis != "pipeline":
             add_row(f"exposed communication ({'data parallel' if axis == 'shard' else axis})", seconds, measured, "s")
-    timeline = pipeline_data(run)
     if timeline and "measured" in timeline:
         predicted = timeline.get("predicted", {}).get("bubble")
         add_row("pipeline bubble", predicted, timeline["measured"]["bubble"], "%", 100.0)
@@ -232,7 +224,7 @@ def plan_accuracy(run: RunData) -> dict[str, Any]:
 
 def rank_alerts(run: RunData) -> list[dict[str, Any]]:
     """Returns the ranks that are stragglers, or stall on data, over the whole run."""
-    table, layout = seconds_by_rank(run), parse_layout(run)
+    table, layout = seconds_by_rank(run), run.layout
     if not table.size:
         return []
     alerts = rank_metrics.find_alerts(table, table.sum(0), layout.pipeline if layout is not None else 1)
@@ -263,30 +255,21 @@ MAX_ACTIONS = 4000  # actions that the page draws
 
 
 def pipeline_data(run: RunData) -> dict[str, Any] | None:
-    """Returns the predicted and measured timelines and the simulated bubble; None without a pipeline.
+    """Returns the predicted and measured timelines; None without a pipeline.
 
-    The bubble is defined alike for all: the share of the time from the start of the first action to the end of the last
-    in which a rank runs no action, averaged over ranks."""
-    try:
-        layout = Layout.parse(str(run.plan["layout"]))
-        micro_batches = int(run.plan["micro_batches"])
-        program = _program(run, layout, micro_batches)
-    except (KeyError, ValueError, TypeError, LayoutError):
-        return None
-    if program is None:
+    The bubble is defined alike for both: the share of the time from the start of the first action to the end of the
+    last in which a rank runs no action, averaged over ranks."""
+    layout, micro_batches = run.layout, run.plan.get("micro_batches", 0)
+    if layout is None or layout.pipeline == 1 or micro_batches < 1 or micro_batch_error(layout, micro_batches):
         return None
     data: dict[str, Any] = {"ranks": layout.pipeline, "schedule": layout.schedule, "micro_batches": micro_batches}
-    stage_seconds = run.plan.get("predicted", {}).get("stage_seconds")
-    if stage_seconds:
-        keys = ("forward", "backward_input", "backward_weight")
-        costs = StageCosts(*(tuple(stage_seconds[key]) for key in keys))
-        simulation = simulate(program, costs)
+    with suppress(KeyError, ValueError, TypeError, LayoutError):  # no valid prediction
+        simulation = _simulate_plan(run.plan, layout)
         timeline = simulation.timeline[:MAX_ACTIONS]
-        actions = [[e.rank, e.kind, e.stage, e.micro_batch, round(e.start, 6), round(e.end, 6)] for e in timeline]
+        actions = [[*event, round(start, 6), round(end, 6)] for *event, start, end in timeline]
         bubble = statistics.mean(simulation.bubble)
         data["predicted"] = {"seconds": simulation.seconds, "bubble": bubble, "actions": actions}
-    measured = _measured_steps(run, layout)
-    if measured:
+    if measured := _measured_steps(run, layout):
         step = max(measured)
         begin = min(action[4] for action in measured[step])
         actions = [[*action, round(a - begin, 6), round(b - begin, 6)] for *action, a, b in measured[step]]
@@ -295,19 +278,17 @@ def pipeline_data(run: RunData) -> dict[str, Any] | None:
             "step": step, "steps": len(measured), "seconds": _span(measured[step]), "bubble": bubble,
             "actions": actions[:MAX_ACTIONS],
         }  # fmt: skip
-        costs = _measured_costs([action for actions in measured.values() for action in actions], program)
-        data["simulated"] = {"bubble": statistics.mean(simulate(program, costs).bubble)}
     return data
 
 
-def _program(run: RunData, layout: Layout, micro_batches: int) -> PipelineProgram | None:
-    if layout.pipeline == 1 or micro_batches < 1 or micro_batch_error(layout, micro_batches):
-        return None
-    order = run.plan.get("order")
-    if order:
-        rows = [[Action(int(stage), str(kind), int(batch)) for stage, kind, batch in row] for row in order]
-        return build_program(dict(enumerate(rows)))
-    return named_program(layout.schedule, layout.pipeline, layout.stages_per_rank, micro_batches)
+def _simulate_plan(plan: dict[str, Any], layout: Layout) -> Simulation:
+    seconds = plan["predicted"]["stage_seconds"]
+    costs = StageCosts(*(tuple(seconds[key]) for key in ("forward", "backward_input", "backward_weight")))
+    if "order" in plan:
+        rows = [[Action(int(stage), str(kind), int(batch)) for stage, kind, batch in row] for row in plan["order"]]
+        return simulate(build_program(dict(enumerate(rows))), costs)
+    shape = layout.pipeline, layout.stages_per_rank, plan["micro_batches"]
+    return simulate(named_program(layout.schedule, *shape), costs)
 
 
 def _measured_steps(run: RunData, layout: Layout) -> dict[int, list[list[Any]]]:
@@ -329,18 +310,3 @@ def _span(actions: Sequence[Sequence[Any]]) -> float:
 
 def _bubble(actions: Sequence[Sequence[Any]], ranks: int) -> float:
     return 1.0 - sum(action[5] - action[4] for action in actions) / ranks / _span(actions)
-
-
-def _measured_costs(actions: Sequence[Sequence[Any]], program: PipelineProgram) -> StageCosts:
-    """Returns the median measured seconds of each stage's actions."""
-    times: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
-    for _, kind, stage, _, begin, end in actions:
-        times[kind, stage].append(end - begin)
-
-    def median_seconds(kind: str, stage: int) -> float:
-        return statistics.median(times[kind, stage]) if times[kind, stage] else 0.0
-
-    stages = range(program.stages)
-    forward, weight = [median_seconds("F", stage) for stage in stages], [median_seconds("W", stage) for stage in stages]
-    backward = [median_seconds("I", stage) or median_seconds("B", stage) for stage in stages]
-    return StageCosts(forward, backward, weight)

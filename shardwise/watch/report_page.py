@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 import numpy as np
 
+from shardwise.console import align_columns
 from shardwise.files import require_parent_folder, write_text
 from shardwise.watch.page_data import category_label, page_data, seconds_by_rank, summary_sentences
 from shardwise.watch.run_data import TIME_CATEGORIES, RunData, goodput
@@ -92,17 +93,11 @@ def time_table(run: RunData) -> list[str]:
     shown = [index for index in range(len(TIME_CATEGORIES)) if times[index].max() >= 0.005 * times.sum(0).max()]
     headers = ["rank", *(category_label(*TIME_CATEGORIES[index]) for index in shown), "GiB"]
     memory = run.memory.get("peak", [])
-    rows = [
-        [
-            str(rank),
-            *(f"{value:.1f}" for value in times[shown, rank]),
-            f"{memory[rank]:.2f}" if rank < len(memory) else "",
-        ]
-        for rank in _select_ranks(times[shown[0]])
-    ]
-    widths = [max(len(row[index]) for row in [headers, *rows]) for index in range(len(headers))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [headers, *rows]]
-    return ["step time breakdown, ms:", *(f"  {line}" for line in lines)]
+    rows = [headers]
+    for rank in _select_ranks(times[shown[0]]):
+        gib = f"{memory[rank]:.2f}" if rank < len(memory) else ""
+        rows.append([str(rank), *(f"{value:.1f}" for value in times[shown, rank]), gib])
+    return ["step time breakdown, ms:", *(f"  {line}" for line in align_columns(rows))]
 
 
 def _select_ranks(times: np.ndarray) -> list[int]:

@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.errors import JobError
+from shardwise.errors import JobError, LayoutError
 from shardwise.files import parse_record, parse_toml
 from shardwise.job import load_job
+from shardwise.layout import Layout
 from shardwise.metrics.rank_metrics import MEMORY_KINDS, PHASES, SCALAR_METRICS, WAIT_AXES
 
 # Where step time goes: the fields of ranks.jsonl, then the remainder.
@@ -85,6 +86,13 @@ class RunData:
     @property
     def unit(self) -> str:
         return self.job.model.throughput_unit
+
+    @property
+    def layout(self) -> Layout | None:
+        """The layout of the plan; None without a valid one."""
+        with suppress(LayoutError):
+            return Layout.parse(self.plan.get("layout", ""))
+        return None
 
     def _load_config(self) -> None:
         """Loads job and plan, and reloads them when a resume has changed the files."""
@@ -183,7 +191,7 @@ class RunData:
     def status(self) -> str:
         """Returns `finished`, `stopped`, `running` or `not finished`."""
         last = self.events[-1]["event"] if self.events else ""
-        if last in ("finished", "stopped"):
+        if last in END_EVENTS:
             return str(last)
         return "running" if is_running(self.path) else "not finished"
 

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -20,41 +21,9 @@ from shardwise.files import parse_record, parse_toml
 from shardwise.job import load_job
 from shardwise.watch.page_data import page_data
 from shardwise.watch.report_page import CONTENT_SECURITY_POLICY, render_page, render_run_list
-from shardwise.watch.run_data import JsonObject, RunData, is_running
+from shardwise.watch.run_data import END_EVENTS, JsonObject, RunData, is_running
 
 TAIL_BYTES = 1 << 16  # of a log; its last record is shorter
-
-
-class RunListRow:
-    """One row. `read` looks at the times and sizes of the files first."""
-
-    def __init__(self, path: Path):
-        self.path, self.is_known = path, False
-        self._found: dict[str, Any] = {}  # by file: the job's steps, the plan's layout, the last record of a log
-        self._errors: dict[str, str] = {}
-        self._versions: dict[str, tuple[int, int]] = {}
-
-    def read(self) -> dict[str, Any]:
-        """Returns the columns of the row; an error of one run is its status and does not hide the others."""
-        self.is_known = True
-        for name, load in LOADERS.items():
-            try:
-                stat = (self.path / name).stat()
-                if self._versions.get(name) != (stat.st_mtime_ns, stat.st_size):
-                    self._versions[name] = stat.st_mtime_ns, stat.st_size
-                    self._errors.pop(name, None)
-                    self._found[name] = load(self.path / name)
-            except FileNotFoundError:
-                continue
-            except (OSError, ValueError, UserError) as error:
-                self._errors[name] = str(error)
-        metrics, event = self._found.get("metrics.jsonl", {}), self._found.get("events.jsonl", {})
-        status = " ".join(self._errors.values()) or event.get("event")
-        if not self._errors and status not in ("finished", "stopped"):
-            status = "running" if is_running(self.path) else "not finished"
-        step = f"{metrics.get('step', 0)} of {self._found.get('job.toml', 0)}"
-        loss = metrics.get("loss", "")
-        return {"status": status, "layout": self._found.get("plan.toml", ""), "step": step, "loss": loss}
 
 
 def _read_layout(path: Path) -> str:
@@ -74,6 +43,33 @@ LOADERS: dict[str, Callable[[Path], Any]] = {
     "metrics.jsonl": _last_record, "events.jsonl": _last_record,
 }  # fmt: skip
 
+
+@lru_cache(maxsize=1 << 16)
+def _load(path: Path, time_ns: int, size: int) -> Any:
+    """Returns what the list shows of a file; `time_ns` and `size` say which version of it."""
+    return LOADERS[path.name](path)
+
+
+def list_row(path: Path) -> dict[str, Any]:
+    """Returns the columns of a run; an error of one run is its status and does not hide the others."""
+    found: dict[str, Any] = {}
+    errors = []
+    for name in LOADERS:
+        try:
+            stat = (path / name).stat()
+            found[name] = _load(path / name, stat.st_mtime_ns, stat.st_size)
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, UserError) as error:
+            errors.append(str(error))
+    metrics, status = found.get("metrics.jsonl", {}), found.get("events.jsonl", {}).get("event")
+    if status not in END_EVENTS:
+        status = "running" if is_running(path) else "not finished"
+    step = f"{metrics.get('step', 0)} of {found.get('job.toml', 0)}"
+    return {"status": " ".join(errors) or status, "layout": found.get("plan.toml", ""), "step": step,
+            "loss": metrics.get("loss", "")}  # fmt: skip
+
+
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LIST_SECONDS = 1.0  # a list of many runs shows, after this time, the rest as "not read yet"; the page reloads itself
 
@@ -84,7 +80,7 @@ class RunRegistry:
     def __init__(self, single_run: Path | None):
         self.single_run, self.runs_folder = single_run, Path("runs")
         self._runs: dict[str, RunData] = {}
-        self._rows: dict[str, RunListRow] = {}
+        self._listed: set[str] = set()
         self._cache: dict[str, tuple[str, str]] = {}
         self._lock = threading.Lock()
         if single_run is not None:
@@ -117,9 +113,11 @@ class RunRegistry:
         deadline, rows = time.monotonic() + LIST_SECONDS, []
         with self._lock:
             for name, path in reversed(self.paths().items()):
-                row = self._rows.setdefault(name, RunListRow(path))
-                details = row.read() if row.is_known or time.monotonic() < deadline else {"status": "not read yet"}
-                rows.append({"name": name, "layout": "", "step": "", "loss": "", **details})
+                row = {"name": name, "status": "not read yet", "layout": "", "step": "", "loss": ""}
+                if name in self._listed or time.monotonic() < deadline:
+                    self._listed.add(name)
+                    row |= list_row(path)
+                rows.append(row)
         return rows[::-1]
 
 

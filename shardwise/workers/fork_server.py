@@ -27,7 +27,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -86,8 +85,9 @@ class ForkServer(MessageChannel):
         ours, theirs = socket.socketpair()
         sys.stdout.flush()
         sys.stderr.flush()
-        if all(module in sys.modules for module in modules) and _is_single_threaded():
-            self.pid = os.fork()  # everything is imported here already
+        has_one_thread = len(os.listdir("/proc/self/task")) == 1  # native ones included
+        if all(module in sys.modules for module in modules) and has_one_thread:
+            self.pid = os.fork()  # everything is imported here already, and no other thread holds a lock
             if not self.pid:
                 ours.close()
                 _serve_and_exit(theirs)
@@ -110,14 +110,6 @@ class ForkServer(MessageChannel):
             os.kill(self.pid, signal.SIGKILL)  # it may still be importing
         with suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
-
-
-def _is_single_threaded() -> bool:
-    """Whether this process has one thread, native ones included, so that it can fork safely."""
-    try:
-        return len(os.listdir("/proc/self/task")) == 1
-    except OSError:
-        return False
 
 
 @dataclass
@@ -285,21 +277,14 @@ def snapshot_folder_argument(arguments: list[str]) -> str:
 
 def die_with_parent(parent: int) -> None:
     """Makes this process die when its parent does, whatever it is doing."""
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.1)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if not signal_parent_death(signal.SIGKILL):
-        threading.Thread(target=watch, daemon=True).start()
-    elif os.getppid() != parent:  # it died before the kernel was asked
+    signal_parent_death(signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the kernel was asked
         os._exit(1)
 
 
-def signal_parent_death(number: int) -> bool:
-    """Asks the kernel for a signal when the parent dies; returns False where it cannot."""
-    return sys.platform == "linux" and not ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+def signal_parent_death(number: int) -> None:
+    """Asks the kernel for a signal when the parent dies."""
+    ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
 
 
 def load_entry_point(entry: str) -> EntryPoint:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
@@ -27,27 +27,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.files import parse_json, write_text
-from shardwise.workers.host_memory import in_huge_pages, pack, page_lock, unpack
+from shardwise.host_memory import checksum, in_huge_pages, pack, page_lock, unpack
 
 SLOTS = 2
 MAX_OVERHEAD = 0.01  # share of training time that snapshots may take
 Headers = dict[int, dict[str, Any]]  # the headers of a rank's snapshots, by slot
 Gather = Callable[[Any], list[Any]]  # all-gathers a JSON value
+Pieces = Mapping[str, Any]  # local shards, with the shapes of their full tensors: those of a checkpoint
 
 
 def snapshot_key(run: Path, node: int) -> str:
     """Returns the part of a snapshot folder's name that tells the run and the node."""
     return f"{hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:12]}-{node}"
-
-
-class TensorPiece(Protocol):
-    """A local shard and the shape of its full tensor: `CheckpointPiece` of `shardwise.train.dcp_storage`."""
-
-    @property
-    def tensor(self) -> Tensor: ...
-
-    @property
-    def shape(self) -> torch.Size: ...
 
 
 class SnapshotStore:
@@ -104,7 +95,7 @@ class SnapshotStore:
     def is_due(self, step: int, every: int) -> bool:
         return step % max(every, self._min_interval) == 0
 
-    def take(self, step: int, pieces: Mapping[str, TensorPiece], state: Mapping[str, Any]) -> str:
+    def take(self, step: int, pieces: Pieces, state: Mapping[str, Any]) -> str:
         """Takes a snapshot. Returns an error message, the same on every rank, if a node has no room for snapshots.
 
         The first snapshot in each slot also allocates memory. The next one after these is timed, to set the minimum
@@ -125,7 +116,7 @@ class SnapshotStore:
         return ""
 
     @torch.no_grad()
-    def load_into(self, header: Mapping[str, Any], pieces: Mapping[str, TensorPiece]) -> None:
+    def load_into(self, header: Mapping[str, Any], pieces: Pieces) -> None:
         tensors = self.tensors(header)
         if any(piece.tensor.is_cuda for piece in pieces.values()):
             page_lock(self._mapped_bytes(self.rank, self._slot, header["bytes"]))
@@ -242,7 +233,7 @@ class SnapshotStore:
         valid: Headers = {}
         for slot, header in self._headers(rank).items():
             with suppress(OSError, ValueError, KeyError, TypeError, RuntimeError):
-                if len(valid) < count and _checksum(self._mapped_bytes(rank, slot, header["bytes"])) == header["sum"]:
+                if len(valid) < count and checksum(self._mapped_bytes(rank, slot, header["bytes"])) == header["sum"]:
                     valid[slot] = header
         return valid
 
@@ -268,9 +259,4 @@ class SnapshotStore:
 
 
 def write_header(path: Path, header: dict[str, Any], buffer: Tensor) -> None:
-    write_text(path, json.dumps({**header, "sum": _checksum(buffer)}))
-
-
-def _checksum(buffer: Tensor) -> int:
-    """Returns the sum of all 64-bit words, which any single flipped bit changes."""
-    return int(buffer.view(torch.int64).sum())
+    write_text(path, json.dumps({**header, "sum": checksum(buffer)}))

@@ -54,9 +54,9 @@ def register() -> None:
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, attention_mask)
     masking: Any = masking_utils
-    # A sample is one sequence. Positions that jump would look like several, and while a CUDA graph is captured,
-    # transformers cannot look and assumes several.
-    masking.find_packed_sequence_indices = lambda position_ids: None
+    # transformers takes positions that jump for several sequences, and while a CUDA graph is captured, it cannot look
+    # and assumes several. We know.
+    masking.find_packed_sequence_indices = lambda position_ids: SPLIT.document_ids
 
 
 def attention_mask(

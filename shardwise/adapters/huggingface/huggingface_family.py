@@ -13,43 +13,25 @@ from torch import nn
 
 from shardwise.adapters.anatomy import Anatomy
 from shardwise.adapters.context_check import context_refusal
-from shardwise.adapters.huggingface.attention import attend_through_shardwise, trial
+from shardwise.adapters.huggingface.attention import attend_through_shardwise, register, trial
 from shardwise.adapters.huggingface.experts import dispatch_tokens, expert_count
 from shardwise.adapters.huggingface.fused_loss import can_fuse_loss, fuse_loss
 from shardwise.adapters.huggingface.weights import ModuleWeights
 from shardwise.adapters.module_family import ModuleConfig, ModuleFamily, check_context, meta_chain
 from shardwise.adapters.split_attention import SPLIT
 from shardwise.adapters.task import Task
-from shardwise.adapters.tensor_plan import guess_plan, make_sharding_plan
+from shardwise.adapters.tensor_plan import NAMES, guess_plan, make_sharding_plan
 from shardwise.errors import JobError, suggest
+from shardwise.models.layers import positions_in_documents
 from shardwise.models.objectives import MaskedLM, Objective, SpanCorruption, next_token
 from shardwise.models.pretrained_config import read_config_file
 from shardwise.models.sharding import ShardingPlan
 from shardwise.models.t5_family import T5Config
 
-# Our styles by transformers' names for them. Weights that are whole need none: their gradients are always summed.
-STYLES = {
-    "colwise": "colwise", "rowwise": "rowwise", "colwise_gather_output": "colwise_gather",
-    "rowwise_split_input": "rowwise_split", "embedding_rowwise": "vocab", "replicated_with_grad_allreduce": "",
-}  # fmt: skip
+FIELDS = NAMES["transformers"]
 # Experts without data-dependent shapes and in any dtype; on a GPU in bf16 `configure` chooses the grouped kernel.
 TRACEABLE = {"experts_implementation": "batched_mm"}
-# Tensor-parallel plans of models for which transformers has none, by model type. T5's heads share a table of positions.
-TENSOR_PLANS = {"t5": {
-    f"{side}.DenseReluDense.{leaf}": "rowwise" if leaf == "wo" else "colwise"
-    for side in ("encoder.block.*.layer.1", "decoder.block.*.layer.2") for leaf in ("wi", "wi_0", "wi_1", "wo")
-}}  # fmt: skip
-# What a config calls the dropout of attention weights, which no kernel can key by sample and position.
-ATTENTION_DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob", "attn_dropout", "dropout_rate")
-
-# Upper bounds of config fields in a small copy of a model.
-LAYER_FIELDS, MAX_LAYERS = {"num_hidden_layers": 4, "n_layer": 4, "num_layers": 4}, 10_000
-WIDTH_FIELDS = {
-    "intermediate_size": 48, "ffn_dim": 48, "n_inner": 48, "moe_intermediate_size": 24, "vocab_size": 160,
-    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "head_dim": 8,
-    "sliding_window": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "q_lora_rank": 16,
-    "kv_lora_rank": 8, "first_k_dense_replace": 1, "n_group": 2, "topk_group": 1, "pad_token_id": 0,
-}  # fmt: skip
+MAX_LAYERS = 10_000
 
 
 def _smaller(hf: Any, bounds: Mapping[str, int]) -> dict[str, Any]:
@@ -62,14 +44,14 @@ def _smaller_widths(hf: Any) -> dict[str, Any]:
     """Returns narrower sizes: at most 4 heads of 8 features, in the same groups."""
     heads = int(getattr(hf, "num_attention_heads", 0) or 0)
     if not heads:
-        return _smaller(hf, WIDTH_FIELDS)
+        return _smaller(hf, FIELDS["small_widths"])
     groups = heads // int(getattr(hf, "num_key_value_heads", None) or heads)
     kv_heads = 1 if groups >= 4 else 2
     width = "hidden_size" if "hidden_size" in hf.to_dict() else "n_embd"
     names = {"num_attention_heads" if width == "hidden_size" else "n_head": kv_heads * min(groups, 4)}
     if "num_key_value_heads" in hf.to_dict():
         names["num_key_value_heads"] = kv_heads
-    return _smaller(hf, WIDTH_FIELDS) | names | {width: 8 * kv_heads * min(groups, 4)}
+    return _smaller(hf, FIELDS["small_widths"]) | names | {width: 8 * kv_heads * min(groups, 4)}
 
 
 class HuggingFaceConfig(ModuleConfig):
@@ -208,12 +190,12 @@ def load_config(config: HuggingFaceConfig) -> Any:
             hint = "." if "/" in source else f"; {suggest(source, list(transformers.CONFIG_MAPPING))}"
             what = "neither a folder with a config.json nor a model type of transformers"
             raise JobError(f'model.name = "hf:{source}" is {what}{hint}')
-        layers = max(size for key in LAYER_FIELDS if isinstance(size := getattr(found, key, 0), int))
+        layers = max(size for key in FIELDS["small_depths"] if isinstance(size := getattr(found, key, 0), int))
         if layers > MAX_LAYERS or "NaN" in found.to_json_string(use_diff=False):
             raise ValueError(f"it has a field that is NaN, or more than {MAX_LAYERS} layers")
     except Exception as error:  # noqa: BLE001 - transformers raises what it likes
         raise _refusal(f"{place} cannot be read" if place.is_file() else f"{config.name}, model.args", error) from None
-    for key in ATTENTION_DROPOUTS:
+    for key in FIELDS["attention_dropouts"]:
         if key not in config.args and getattr(found, key, None):
             setattr(found, key, 0.0)
     defaults = type(found)().to_dict()
@@ -285,7 +267,7 @@ class HuggingFaceFamily(ModuleFamily):
         return module
 
     def shrink(self, config: Any) -> Any:
-        layers = _smaller(config.hf, LAYER_FIELDS)
+        layers = _smaller(config.hf, FIELDS["small_depths"])
         for args in (layers | _smaller_widths(config.hf), layers):
             changes = {"sequence": min(config.sequence, 32), "args": {**config.args, **args}, "weights": "random"}
             small = config.model_copy(update=changes)
@@ -300,17 +282,19 @@ class HuggingFaceFamily(ModuleFamily):
         given = self.task(config).plan
         heads = config.heads
         head_dim = getattr(config.hf, "head_dim", None) or int(getattr(config.hf, "hidden_size", heads)) // heads
-        hint = TENSOR_PLANS.get(config.hf.model_type) or translate_plan(module) or guess_plan(module, anatomy)
+        hint = FIELDS["tensor_plans"].get(config.hf.model_type) or translate_plan(module) or guess_plan(module, anatomy)
         return make_sharding_plan(module, anatomy, given or hint, head_dim, is_hint=not given)
 
     def refusals(self, config: Any) -> dict[str, str]:
-        dropout = next((key for key in ATTENTION_DROPOUTS if getattr(config.hf, key, 0)), "")
+        dropout = next((key for key in FIELDS["attention_dropouts"] if getattr(config.hf, key, 0)), "")
         if meta_chain(config).anatomy.random_modules and dropout:
             raise JobError(
                 f"model.args: {dropout} = {getattr(config.hf, dropout)} must be 0: attention kernels cannot draw the "
                 f"same dropout masks in every layout; set {dropout} = 0."
             )
         refused = super().refusals(config)
+        if config.kind == "causal language model" and "context" not in refused:
+            del refused["pack"]  # attention goes through an interface that gets the documents
         if config.num_experts:
             del refused["expert"]
         return refused
@@ -371,6 +355,10 @@ def make_task(config: Any) -> Task:
             return {"input_ids": tokens[:, : config.sequence], "decoder_input_ids": tokens[:, config.sequence :]}
         positions, current["labels"] = SPLIT.local_positions, batch["labels"]
         split = {} if positions is None else {"position_ids": positions.expand(batch["labels"].shape[0], -1)}
+        if SPLIT.document_ids is not None:
+            register()
+            restarted = positions_in_documents(SPLIT.document_ids)
+            split = {"position_ids": restarted if positions is None else restarted[:, positions]}
         return {name if key == "input_ids" else key: value for key, value in batch.items() if key != "labels"} | split
 
     def example_batch(samples: int) -> dict[str, torch.Tensor]:
@@ -400,7 +388,7 @@ def make_task(config: Any) -> Task:
 def translate_plan(module: Any) -> dict[str, str]:
     """Returns the tensor plan of a transformers model in our styles. A module next to one with an unknown style, or
     whose partner is missing, stays whole."""
-    prefix = module.base_model_prefix
+    prefix, styles = module.base_model_prefix, FIELDS["styles"]
     base: Mapping[str, str] = getattr(module.config, "base_model_tp_plan", None) or {}
     plan = {f"{prefix}.{pattern}": style for pattern, style in base.items()}
     plan |= getattr(type(module), "_tp_plan", None) or {}
@@ -408,9 +396,9 @@ def translate_plan(module: Any) -> dict[str, str]:
     embedding = None if head is None else module.get_input_embeddings()
     if head is not None and embedding is not None and head.weight is embedding.weight:
         plan |= {name: "embedding_rowwise" for name, part in module.named_modules() if part is embedding}
-    unknown = {pattern.rpartition(".")[0] for pattern, style in plan.items() if style not in STYLES}
-    unknown |= {pattern for pattern, style in plan.items() if style not in STYLES}
+    unknown = {pattern.rpartition(".")[0] for pattern, style in plan.items() if style not in styles}
+    unknown |= {pattern for pattern, style in plan.items() if style not in styles}
     return {
-        pattern: STYLES[style] for pattern, style in plan.items()
-        if STYLES.get(style) and pattern.rpartition(".")[0] not in unknown
+        pattern: styles[style] for pattern, style in plan.items()
+        if styles.get(style) and pattern.rpartition(".")[0] not in unknown
     }  # fmt: skip

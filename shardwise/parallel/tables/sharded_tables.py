@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,9 +33,9 @@ from torch import Tensor
 from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_reduce
 from shardwise.errors import DataError
+from shardwise.models.family import TableSpec
 from shardwise.optim.sparse import scatter_add_rows_
-from shardwise.parallel.tables import table_storage
-from shardwise.parallel.tables.table_storage import FusedTable, LookupRoute, TableShard, TableStorage
+from shardwise.parallel.tables.table_storage import LookupRoute, TableParamShard, TableStorage
 
 
 def most_frequent_ids(ids: Tensor, count: int) -> Tensor:
@@ -51,18 +51,12 @@ class HotRowCache:
     def __init__(self, tables: TableStorage, rows: Tensor, axis: Axis, device: torch.device):
         """`rows`: sorted row numbers over all tables. `axis`: the ranks whose gradients are summed."""
         self.tables, self.rows, self.axis, self.device = tables, rows, axis, device
-        self.values = tables.lookup_rows(rows).to(device)
-        self.state = {key: value.to(device) for key, value in tables.lookup_states(rows).items()}
-        self.local_rows = [self._find_local_rows(fused) for fused in tables.local_tables]
-        """By fused table of this rank: the index of each cached row in it; -1 if the row is not in this table."""
+        values, state = tables.lookup_rows(rows)
+        self.values, self.state = values.to(device), {key: value.to(device) for key, value in state.items()}
+        owners, local_rows = tables.locate(rows)
+        self.local_rows = local_rows.where(owners == tables.axis.index, -1)
+        """The index of each cached row in the storage of this rank; -1 if another rank owns it."""
         self._set_gradients(rows[:0].to(device), self.values[:0])
-
-    def _find_local_rows(self, fused: FusedTable) -> Tensor:
-        local_rows = torch.full_like(self.rows, -1)
-        for shard, first in zip(fused.shards, fused.row_offsets):
-            begin, end, start = self.tables.row_range(shard, self.rows)
-            local_rows[begin:end] = self.rows[begin:end] - start + first
-        return local_rows
 
     def split_cached(self, unique_rows: Tensor, inverse_indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Splits a batch's distinct rows into rows to fetch and cached rows. Returns the rows to fetch; the inverse
@@ -91,27 +85,27 @@ class HotRowCache:
         self.touched, self.gradient = touched, gradient
         self.touched_cpu, self.gradient_cpu = touched.cpu(), gradient.cpu()
 
-    def gradient_of(self, shard: TableShard) -> tuple[Tensor, Tensor]:
+    def gradient_of(self, local: TableParamShard) -> tuple[Tensor, Tensor]:
         """Returns the touched cached rows of a shard, relative to its first row, and their gradient."""
-        rows = self.rows[self.touched_cpu]
-        begin, end, first = self.tables.row_range(shard, rows)
-        return rows[begin:end] - first, self.gradient_cpu[begin:end, slice(*shard.columns)]
+        first = self.tables.table_offsets[local.shard.table] + local.shard.rows[0]
+        return rows_between(self.rows[self.touched_cpu], self.gradient_cpu, first, local.shard.num_rows)
 
     def update(self, lr: float) -> None:
         """Updates all touched rows and writes those that this rank owns back to host memory."""
         tables = self.tables
-        mean_square = self.gradient.square().mean(1) if tables.optimizer == "adagrad" else None
-        tables.update_rows(self.values, self.state, self.touched, self.gradient, mean_square, lr)
-        columns_of = zip(tables.local_tables, tables.storage, tables.state, self.local_rows, strict=True)
-        for fused, storage, state, local_rows in columns_of:
-            rows = local_rows[self.touched_cpu]
-            is_local = rows >= 0
-            local_touched = self.touched[is_local.to(self.device)]
-            columns = slice(*fused.columns)
-            storage.index_copy_(0, rows[is_local], self.values[local_touched][:, columns].cpu())
-            for key, value in self.state.items():
-                new = value[local_touched] if value.dim() == 1 else value[local_touched][:, columns]
-                state[key].index_copy_(0, rows[is_local], new.cpu())
+        tables.update_rows(self.values, self.state, self.touched, self.gradient, lr)
+        rows = self.local_rows[self.touched_cpu]
+        is_local = rows >= 0
+        touched = self.touched[is_local.to(self.device)]
+        tables.storage.index_copy_(0, rows[is_local], self.values[touched].cpu())
+        for key, value in self.state.items():
+            tables.state[key].index_copy_(0, rows[is_local], value[touched].cpu())
+
+
+def rows_between(rows: Tensor, gradient: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Returns which of some sorted rows are among the `count` from `first` on, relative to it, and their gradient."""
+    begin, end = torch.searchsorted(rows, torch.tensor([first, first + count])).tolist()
+    return rows[begin:end] - first, gradient[begin:end]
 
 
 @dataclass(frozen=True)
@@ -131,7 +125,7 @@ class Bags:
         return cls(ids[is_present], offsets, weights[is_present])
 
 
-def check_ids(bags: Bags, tables: Sequence[table_storage.TableSpec], sample_ids: Tensor) -> Tensor:
+def check_ids(bags: Bags, tables: Sequence[TableSpec], sample_ids: Tensor) -> Tensor:
     """Returns the table of each id. Raises DataError if one is out of range; `sample_ids` are stream positions."""
     counts = bags.offsets.diff()
     bag_indices = torch.arange(counts.numel()).repeat_interleave(counts)
@@ -157,24 +151,15 @@ def sum_bags(rows: Tensor, indices: Tensor, offsets: Tensor, weights: Tensor) ->
     return F.embedding_bag(indices, rows, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True)
 
 
-class RowGradients(NamedTuple):
-    """The gradient of the touched rows of a fused table: sorted, each row once."""
-
-    rows: Tensor
-    gradient: Tensor
-
-
 class ShardedTables(TableStorage):
     """Lookup, gradients and update of the tables of one batch."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.row_gradients: list[RowGradients] = []
-        self.last_updated_rows = [torch.empty(0, dtype=torch.int64) for _ in self.local_tables]
-        """By fused table, the rows of the last update."""
+        self.touched_rows, self.gradient = torch.empty(0, dtype=torch.int64), self.storage[:0]
+        """The rows of this rank's storage that the batch uses, sorted, each once, and their gradient."""
+        self.last_updated_rows = self.touched_rows
         self.hot_rows: HotRowCache | None = None
-
-    # Lookup
 
     def route(self, bags: Bags, ids: Tensor, axis: Axis | None = None) -> LookupRoute:
         """Requests the rows that this rank's samples use from their owners; `ids` are stream positions."""
@@ -182,8 +167,8 @@ class ShardedTables(TableStorage):
         cached_rows = unique_rows[:0]
         if self.hot_rows is not None:
             unique_rows, inverse_indices, cached_rows = self.hot_rows.split_cached(unique_rows, inverse_indices)
-        requests, count = self._request_rows(unique_rows, axis), unique_rows.numel()
-        return LookupRoute(ids, bags.offsets, bags.weights, inverse_indices, count, cached_rows, *requests)
+        requests = self._request_rows(unique_rows, axis)
+        return LookupRoute(ids, bags.offsets, bags.weights, inverse_indices, cached_rows, *requests)
 
     def _row_numbers(self, bags: Bags, ids: Tensor) -> Tensor:
         """Returns the row number over all tables of each id."""
@@ -195,54 +180,34 @@ class ShardedTables(TableStorage):
         self.hot_rows = HotRowCache(self, rows, axis, device) if rows.numel() else None
 
     def refresh(self, route: LookupRoute, rows: Tensor) -> None:
-        """Refreshes rows that were prefetched before or during the last update: owners resend the rows that it changed,
-        with their indices among the requested rows."""
-        changed = self.last_updated_rows * self.axis.size
-        pairs = zip(route.served_rows, changed, strict=True)
-        stale = [torch.isin(row_indices, updated).nonzero()[:, 0] for row_indices, updated in pairs]
-        resent = self._exchange_indices(stale, self.requesters, self.owners)
-        served = zip(self.storage * self.axis.size, route.served_rows, stale, strict=True)
-        values = [table.index_select(0, row_indices[indices]).view(-1) for table, row_indices, indices in served]
-        received = self._exchange_rows(values, stale, resent)
-        requests = zip(route.requested_rows, resent, strict=True)
-        self._store_rows(rows, received, [positions[indices] for positions, indices in requests])
+        """Refreshes rows that were prefetched before or during the last update: owners say which of the requested rows
+        it changed, and send those again."""
+        is_updated = torch.isin(route.served_rows, self.last_updated_rows)
+        is_stale = self._all_to_all(is_updated.to(torch.uint8), route.served_counts, route.requested_counts).bool()
+        sent = [int(part.sum()) for part in is_updated.split(route.served_counts)]
+        received = [int(part.sum()) for part in is_stale.split(route.requested_counts)]
+        values = self._all_to_all(self.storage[route.served_rows[is_updated]], sent, received)
+        rows.index_copy_(0, route.positions[is_stale], values)
 
     def push_gradients(self, route: LookupRoute, gradient: Tensor) -> None:
         """Sends the gradients of the distinct rows to their owners, which sum them by row over ranks."""
-        columns = [
-            gradient[:, slice(*fused.columns)].index_select(0, positions).view(-1)
-            for fused, positions in zip(self.fused_tables, route.requested_rows, strict=True)
-        ]
-        received = self._exchange_rows(columns, route.served_rows, route.requested_rows, is_backward=True)
-        parts = received.split(table_storage.numels(route.served_rows, self.local_tables * self.axis.size))
-        self.row_gradients = []
-        for index, fused in enumerate(self.local_tables):
-            row_indices = torch.cat(route.served_rows[index :: len(self.local_tables)])
-            rows, inverse_indices = torch.unique(row_indices, return_inverse=True)
-            total = torch.zeros(rows.numel(), fused.width, dtype=self.dtype)
-            gradients = [part.view(-1, fused.width) for part in parts[index :: len(self.local_tables)]]
-            scatter_add_rows_(total, inverse_indices, torch.cat(gradients))
-            self.row_gradients.append(RowGradients(rows, total))
+        sent = gradient.index_select(0, route.positions)
+        received = self._all_to_all(sent, route.requested_counts, route.served_counts)
+        self.touched_rows, inverse_indices = torch.unique(route.served_rows, return_inverse=True)
+        self.gradient = torch.zeros(self.touched_rows.numel(), received.shape[1], dtype=self.dtype)
+        scatter_add_rows_(self.gradient, inverse_indices, received)
 
-    # Update
-
-    def gradient_of(self, shard: TableShard) -> tuple[Tensor, Tensor]:
+    def gradient_of(self, local: TableParamShard) -> tuple[Tensor, Tensor]:
         """Returns the touched rows of a local shard, relative to its first row, and their gradient."""
-        tables = zip(self.local_tables, self.row_gradients, strict=True)
-        fused, touched = next(pair for pair in tables if shard in pair[0].shards)
-        first = fused.row_offsets[fused.shards.index(shard)]
-        last = first + shard.rows[1] - shard.rows[0]
-        begin, end = torch.searchsorted(touched.rows, torch.tensor([first, last])).tolist()
-        rows, gradient = touched.rows[begin:end] - first, touched.gradient[begin:end]
+        rows, gradient = rows_between(self.touched_rows, self.gradient, local.first_row, local.shard.num_rows)
         if self.hot_rows is not None:
-            cached, cached_gradient = self.hot_rows.gradient_of(shard)
+            cached, cached_gradient = self.hot_rows.gradient_of(local)
             rows, gradient = torch.cat((rows, cached)), torch.cat((gradient, cached_gradient))
         return rows, gradient
 
     def divide_gradients(self, divisor: float) -> None:
         """Divides all gradients."""
-        hot_gradients = [self.hot_rows.gradient] if self.hot_rows else []
-        for gradient in [*(touched.gradient for touched in self.row_gradients), *hot_gradients]:
+        for gradient in (self.gradient, *([self.hot_rows.gradient] if self.hot_rows else ())):
             gradient.div_(divisor)
 
     def optimizer_states(self) -> dict[Tensor, dict[str, Tensor]]:
@@ -254,45 +219,10 @@ class ShardedTables(TableStorage):
         self.step_state["step"] += 1
         if scale != 1.0:
             self.divide_gradients(scale)
-        squares = self._mean_squares() if self.optimizer == "adagrad" else [None] * len(self.local_tables)
-        for rows, state, touched, square in zip(self.storage, self.state, self.row_gradients, squares, strict=True):
-            self.update_rows(rows, state, touched.rows, touched.gradient, square, lr)
+        self.update_rows(self.storage, self.state, self.touched_rows, self.gradient, lr)
         if self.hot_rows is not None:
             self.hot_rows.update(lr)
-        self.last_updated_rows = [touched.rows for touched in self.row_gradients]
-        self.row_gradients = []
-
-    def _mean_squares(self) -> list[Tensor | None]:
-        """Returns the mean square of each touched row's full gradient. Ranks that share a column-wise row exchange
-        their sums of squares and add them in column order, so all get the same bits."""
-        sums = [touched.gradient.square().sum(1) for touched in self.row_gradients]
-        if self.has_column_shards and self.axis.size > 1:
-            sums = self._sum_over_column_shards(sums)
-        return [total / self.width for total in sums]
-
-    def _sum_over_column_shards(self, sums: list[Tensor]) -> list[Tensor]:
-        column_sums: dict[int, Tensor] = {}  # by table: a rank has one shard of it
-        spans: dict[int, tuple[int, int, int]] = {}
-        for index, fused in enumerate(self.local_tables):
-            for shard, first, last in zip(fused.shards, fused.row_offsets, fused.row_offsets[1:]):
-                if shard.columns != (0, self.width):
-                    ends = torch.searchsorted(self.row_gradients[index].rows, torch.tensor([first, last])).tolist()
-                    spans[shard.table] = (index, *ends)
-                    column_sums[shard.table] = sums[index][ends[0] : ends[1]]
-        shared = sorted((one for one in self.shards if one.table in column_sums), key=lambda one: one.rank)
-        out = [column_sums[one.table] for one in shared]
-        sizes = self._sum_by_rank([one.rank for one in shared], [part.numel() for part in out])
-        received = self._all_to_all(table_storage.cat_or_empty(out, self.dtype), sizes, sizes)
-        sums_by_table: dict[int, list[tuple[int, Tensor]]] = {}
-        for one, part in zip(shared, received.split([part.numel() for part in out]), strict=True):
-            sums_by_table.setdefault(one.table, []).append((one.columns[0], part))
-        for table, column_parts in sums_by_table.items():
-            index, begin, end = spans[table]
-            total = torch.zeros(end - begin, dtype=self.dtype)
-            for _, part in sorted(column_parts, key=lambda item: item[0]):
-                total += part
-            sums[index][begin:end] = total
-        return sums
+        self.last_updated_rows = self.touched_rows
 
 
 class RowPrefetcher:

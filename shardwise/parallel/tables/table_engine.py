@@ -42,7 +42,7 @@ def check_host_memory(prepared: Prepared, bytes_per_rank: float) -> None:
     copies = 3.0 if job.embedding_tables.optimizer == "adam" else 1.0 + 1.0 / prepared.tables[0].width
     bytes_by_rank = [0.0] * layout.data
     for shard in place_job_tables(prepared, layout.data):
-        bytes_by_rank[shard.rank] += shard.size * element_size * copies
+        bytes_by_rank[shard.rank] += shard.num_rows * prepared.tables[0].width * element_size * copies
     max_bytes = max(bytes_by_rank)
     if max_bytes > bytes_per_rank:
         total_bytes = sum(bytes_by_rank)
@@ -81,9 +81,9 @@ class TableEngine(Engine):
                 loss.backward()
             total += loss.detach()
         gradient = torch.zeros_like(rows) if rows.grad is None else rows.grad
-        self.tables.push_gradients(route, gradient[: route.num_fetched_rows].cpu())
+        self.tables.push_gradients(route, gradient[: len(route.positions)].cpu())
         if self.tables.hot_rows is not None:
-            self.tables.hot_rows.reduce_gradients(route.cached_rows, gradient[route.num_fetched_rows :])
+            self.tables.hot_rows.reduce_gradients(route.cached_rows, gradient[len(route.positions) :])
         return total
 
     def evaluate(self, samples: Samples) -> Tensor:

@@ -23,6 +23,7 @@ class FrameworkProfile:
     compute_copy_bytes: float = 2.0  # of the low-precision weights kept for the backward of each micro-batch in flight
     gradient_bytes: float = 4.0
     optimizer_bytes: float = 8.0
+    offloaded_bytes: float = 0.0  # of optimizer state in host memory, which an update copies to the device and back
     logits: float = 12.0  # bytes per logit at the loss
     cast_bytes: float = 16.0  # moved per weight and micro-batch to downcast weights and accumulate gradients
     update_bytes: float = 40.0  # bytes moved per weight in the optimizer update

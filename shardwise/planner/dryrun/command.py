@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
-from shardwise.console import pluralize
+from shardwise.console import align_columns, pluralize
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import load_job
 from shardwise.layout import Layout
 from shardwise.planner.dryrun.dry_run import CollectiveTraffic, RankReport, dry_run, typical_ranks
-from shardwise.planner.dryrun.memory_comm_tracker import ROLES, CollectiveKind
+from shardwise.planner.dryrun.memory_comm_tracker import ROLES, by_axis
 
 MAX_DRYRUN_WORLD = 2**16  # PyTorch lists every rank of every group
 
@@ -33,18 +33,17 @@ def describe_reports(reports: Sequence[RankReport]) -> str:
     """Formats two tables: peak memory with one row per rank, communication with one column per rank."""
     layout, micro_batches = Layout.parse(reports[0].layout), pluralize(reports[0].micro_batches, "micro-batch")
     lines = [f"Layout '{layout}': {pluralize(layout.world, 'process')}, {micro_batches} per step.", ""]
-    lines += ["Peak memory per rank, GiB", *_align_columns(_memory_rows(reports), left=(1, 2, len(ROLES) + 4))]
+    lines += ["Peak memory per rank, GiB", *align_columns(_memory_rows(reports), left=(1, 2, len(ROLES) + 4))]
     lines += ["copies: weights in the compute dtype. buffers: communication buffers, samples, everything else.", ""]
-    return "\n".join([*lines, "Communication per rank and step", *_align_columns(_traffic_rows(reports), left=(0, 1))])
+    return "\n".join([*lines, "Communication per rank and step", *align_columns(_traffic_rows(reports), left=(0, 1))])
 
 
 def _memory_rows(reports: Sequence[RankReport]) -> list[list[str]]:
     rows = [["rank", "stage", "modules", *ROLES, "total", "peak in"]]
     for report in reports:
-        sizes = [_format_gib(report.memory[role]) for role in ROLES]
+        sizes = [_format_gib(size) for size in (*(report.memory[role] for role in ROLES), report.total)]
         stages = " ".join(map(str, report.stages))
-        contents, total = _stage_contents(report), _format_gib(report.total)
-        rows.append([str(report.rank), stages, contents, *sizes, total, report.peak_phase])
+        rows.append([str(report.rank), stages, _stage_contents(report), *sizes, report.peak_phase])
     return rows
 
 
@@ -64,8 +63,8 @@ def _traffic_rows(reports: Sequence[RankReport]) -> list[list[str]]:
         ["", "", *(text for ranks in columns.values() for text in ("", _format_ranks(ranks)))],
         ["axis", "collective", *(["calls", "GiB"] * len(columns))],
     ]
-    by_kind = [{CollectiveKind(entry.axis, entry.kind): entry for entry in traffic} for traffic in columns]
-    for kind in sorted({kind for entries in by_kind for kind in entries}, key=lambda kind: kind.sort_key):
+    by_kind = [{(entry.axis, entry.kind): entry for entry in traffic} for traffic in columns]
+    for kind in sorted({kind for entries in by_kind for kind in entries}, key=by_axis):
         cells = []
         for entries in by_kind:
             entry = entries.get(kind)
@@ -82,11 +81,3 @@ def _format_ranks(ranks: list[int]) -> str:
 
 def _format_gib(size: int) -> str:
     return f"{size / 2**30:.2f}" if size >= 2**30 // 100 or not size else "<0.01"
-
-
-def _align_columns(rows: list[list[str]], left: Sequence[int]) -> list[str]:
-    columns = []
-    for index, cells in enumerate(zip(*rows, strict=True)):
-        width = max(map(len, cells))
-        columns.append([cell.ljust(width) if index in left else cell.rjust(width) for cell in cells])
-    return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]

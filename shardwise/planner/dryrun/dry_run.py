@@ -47,7 +47,7 @@ from shardwise.models import loss
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import prepare
-from shardwise.planner.dryrun.memory_comm_tracker import ROLES, MemoryCommTracker, TracePoint, axis_by_group
+from shardwise.planner.dryrun.memory_comm_tracker import ROLES, MemoryCommTracker, TracePoint, axis_by_group, by_axis
 from shardwise.planner.plan import auto_schedule_order
 from shardwise.step import step
 
@@ -196,9 +196,11 @@ class StepRecording:
     def memory(self, remaining: int, period: int) -> tuple[Counter[str], str]:
         """Returns the peak bytes, with `remaining` more micro-batches extrapolated, and the phase of the peak."""
         peak = self.tracker.bytes_at(self.tracker.peak_event(self.begin, self.update_start))
-        _add_scaled(peak, self.tracker.growth_between(self.before_batch, self.begin), remaining, self.micro_batches_run)
+        batch_bytes = self.tracker.bytes_at(self.begin.event, since=self.before_batch.event)
+        _add_scaled(peak, batch_bytes, remaining, self.micro_batches_run)
         if remaining:
-            growth = self.tracker.growth_between(*self._period(period))
+            first, last = self._period(period)
+            growth = self.tracker.bytes_at(last.event, since=first.event)
             if growth.total() > 0:  # the peak is then in the last period
                 _add_scaled(peak, growth, remaining, period)
         after = self.held_after(self.tracker.peak_event(self.update_start, self.end), remaining, period)
@@ -218,8 +220,7 @@ class StepRecording:
         if remaining:
             for total, steady in zip((counts, sizes), self.tracker.traffic_between(*self._period(period)), strict=True):
                 _add_scaled(total, steady, remaining, period)
-        kinds = sorted(counts, key=lambda kind: kind.sort_key)
-        return tuple(CollectiveTraffic(*kind, counts[kind], sizes[kind]) for kind in kinds)
+        return tuple(CollectiveTraffic(*kind, counts[kind], sizes[kind]) for kind in sorted(counts, key=by_axis))
 
     def _period(self, length: int) -> tuple[TracePoint, TracePoint]:
         return self.forward_starts[-1 - length], self.forward_starts[-1]
@@ -245,7 +246,8 @@ def _record_step(job: Job, layout: Layout, micro_batches: int, fake: bool) -> St
         with _enter_all(modes), _gpu_kernels():
             optimizer = engine.make_optimizer(job)
             _init_optimizer_states(engine, optimizer)
-            tracker.mark((value for state in optimizer.state.values() for value in state.values()), "optimizer")
+            states = (value for state in optimizer.state.values() for value in state.values())
+            tracker.mark(states, "host" if job.optimizer.offload else "optimizer")
             before_batch = tracker.now()
             if engine.pipeline is not None:
                 engine.pipeline.schedule.initialize()

@@ -17,10 +17,13 @@ Bytes are those of the tensors; the allocator adds its rounding. PyTorch's MemTr
 shards nor repeated calls of a module, and CommDebugMode fails under PyTorch's pipeline schedules.
 """
 
+import tomllib
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -42,14 +45,14 @@ AXIS_NAMES = (
 )  # fmt: skip
 
 
+@dataclass(slots=True, eq=False)
 class StorageRecord:
     """One storage: its size, its role, and the role it has until one is marked."""
 
-    __slots__ = ("size", "role", "default_role", "ref")
-
-    def __init__(self, default_role: str):
-        self.size, self.role, self.default_role = 0, "", default_role
-        self.ref: weakref.ref[torch.UntypedStorage] | None = None
+    default_role: str
+    size: int = 0
+    role: str = ""
+    ref: weakref.ref[torch.UntypedStorage] | None = None
 
 
 class TracePoint(NamedTuple):
@@ -59,36 +62,14 @@ class TracePoint(NamedTuple):
     collective: int
 
 
-class CollectiveKind(NamedTuple):
-    axis: str
-    kind: str
-
-    @property
-    def sort_key(self) -> tuple[int, str]:
-        """Sort key for tables: axes in mesh order."""
-        return AXIS_NAMES.index(self.axis), self.kind
-
-
+CollectiveKind = tuple[str, str]  # mesh axis and collective
 TrafficCounts = Counter[CollectiveKind]
+_TABLES = tomllib.loads((Path(__file__).parents[1] / "collectives.toml").read_text(encoding="utf-8"))
 
 
-# By operator: the collective, and the index of the argument that is its larger side, or -1 for its result.
-_COLLECTIVE_OPS = {
-    "c10d.allreduce_": ("all-reduce", 0), "c10d.allreduce_coalesced_": ("all-reduce", 0),
-    "c10d._allgather_base_": ("all-gather", 0), "c10d.allgather_": ("all-gather", 0),
-    "c10d.allgather_into_tensor_coalesced_": ("all-gather", 0), "c10d._reduce_scatter_base_": ("reduce-scatter", 1),
-    "c10d.reduce_scatter_tensor_coalesced_": ("reduce-scatter", 1), "c10d.alltoall_base_": ("all-to-all", 1),
-    "c10d.alltoall_": ("all-to-all", 1), "c10d.broadcast_": ("broadcast", 0), "c10d.send": ("send", 0),
-    "c10d.recv_": ("receive", 0), "_c10d_functional.all_reduce": ("all-reduce", 0),
-    "_c10d_functional.all_reduce_": ("all-reduce", 0), "_c10d_functional.all_gather_into_tensor": ("all-gather", -1),
-    "_c10d_functional.reduce_scatter_tensor": ("reduce-scatter", 0),
-    "_c10d_functional.all_to_all_single": ("all-to-all", 0), "_c10d_functional.broadcast": ("broadcast", 0),
-}  # fmt: skip
-_IGNORED_OPS = (
-    "c10d.barrier", "c10d.monitored_barrier_", "_c10d_functional.wait_tensor", "_c10d_functional._wrap_tensor_autograd"
-)  # fmt: skip
-# These use dedicated buffers; other collectives are part of the model and carry activations.
-_BUFFER_OPS = ("c10d._allgather_base_", "c10d._reduce_scatter_base_", "c10d.recv_")
+def by_axis(kind: CollectiveKind) -> tuple[int, str]:
+    """The place of a kind in tables: axes in mesh order."""
+    return AXIS_NAMES.index(kind[0]), kind[1]
 
 
 class MemoryCommTracker(TorchDispatchMode):
@@ -157,15 +138,15 @@ class MemoryCommTracker(TorchDispatchMode):
             record.size = size
 
     def _record_collective(self, name: str, args: Any, result: Any) -> None:
-        if name in _IGNORED_OPS:
+        if name in _TABLES["ignored"]:
             return
-        if name not in _COLLECTIVE_OPS:
-            raise RunError(f"the dry run cannot count the bytes of {name}; add the operator to _COLLECTIVE_OPS.")
-        kind, argument = _COLLECTIVE_OPS[name]
+        if name not in _TABLES["operators"]:
+            raise RunError(f"the dry run cannot count the bytes of {name}; add the operator to collectives.toml.")
+        kind, argument = _TABLES["operators"][name]
         tensors = result if argument < 0 else args[argument]
         size = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(tensors))
-        self.collectives.append((CollectiveKind(self._axis(args), kind), size))
-        if name in _BUFFER_OPS:
+        self.collectives.append(((self._axis(args), kind), size))
+        if name in _TABLES["buffered"]:
             self.mark(_tensors(args[:2]), "buffers", overwrite=False)
 
     def _axis(self, args: Any) -> str:
@@ -190,13 +171,9 @@ class MemoryCommTracker(TorchDispatchMode):
     def now(self) -> TracePoint:
         return TracePoint(len(self.events), len(self.collectives))
 
-    def bytes_at(self, event: int) -> Counter[str]:
-        """Returns the bytes in memory at an event, by role."""
-        return _sum_by_role(self.events[:event])
-
-    def growth_between(self, begin: TracePoint, end: TracePoint) -> Counter[str]:
-        """Returns the change in bytes between two points, by role."""
-        return _sum_by_role(self.events[begin.event : end.event])
+    def bytes_at(self, event: int, since: int = 0) -> Counter[str]:
+        """Returns the bytes in memory at an event, or their change since an earlier one, by role."""
+        return _sum_by_role(self.events[since:event])
 
     def surviving_bytes(self, begin: TracePoint, end: TracePoint, event: int) -> Counter[str]:
         """Returns the bytes allocated between two points that are still in memory at a later event, by role."""
@@ -240,4 +217,5 @@ def _sum_by_role(events: Iterable[tuple[StorageRecord, int]]) -> Counter[str]:
     total: Counter[str] = Counter()
     for record, size in events:
         total[record.role or record.default_role] += size
+    del total["host"]  # offloaded: not in the memory of the device
     return total

@@ -209,7 +209,7 @@ function drawTimeline(parent, run) {
   const p = run.pipeline;
   if (!p) return parent.append(el("p", { class: "dim" }, "This layout has no pipeline parallelism: every rank runs all layers."));
   const timelines = [["predicted", p.predicted], ["measured", p.measured]].filter((row) => row[1]);
-  const rows = [["predicted by the plan", p.predicted], ["simulated from measured stage times", p.simulated], ["measured", p.measured]].filter((row) => row[1]);
+  const rows = [["predicted by the plan", p.predicted], ["measured", p.measured]].filter((row) => row[1]);
   parent.append(table(["pipeline bubble", "share of pipeline time"], rows.map(([name, timeline]) => [name, formatPercent(timeline.bubble)])));
   if (!p.measured) parent.append(el("p", { class: "dim" }, "No measured timeline has been recorded yet."));
   const lengths = timelines.map((row) => row[1].seconds), maxSeconds = Math.max(...lengths), minSeconds = Math.min(...lengths);

@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Iterator
 from html import escape
 from math import ceil, floor, log10
-from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from shardwise.console import format_count
-from shardwise.errors import DataError
-from shardwise.files import write_text
 
 PANEL_WIDTH, PANEL_HEIGHT, MARGIN, GAP = 420, 360, 60, 90  # pixels; the gap is between panels
 COLORS = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#9c755f", "#76b7b2", "#e8c547", "#7f7f7f")
@@ -21,10 +21,11 @@ STYLE = """text { font: 13px system-ui, sans-serif; fill: #1f2933 } .grid { stro
 class Panel:
     """A panel with a logarithmic x axis and a linear or logarithmic y axis."""
 
-    def __init__(self, left: float, x: tuple[float, float], y: tuple[float, float], log_y: bool):
+    def __init__(self, left: float, x: NDArray[np.float64], y: NDArray[np.float64], log_y: bool):
+        """Fits the axes to the values `x` and `y`."""
         self.left, self.log_y = left, log_y
-        self.x0, self.x1 = log10(x[0]) - 0.05, log10(x[1]) + 0.05
-        low, high = (log10(y[0]), log10(y[1])) if log_y else y
+        self.x0, self.x1 = log10(x.min()) - 0.05, log10(x.max()) + 0.05
+        low, high = (log10(value) if log_y else float(value) for value in (y.min(), y.max()))
         padding = 0.04 * (high - low) or 0.01
         self.y0, self.y1 = low - padding, high + padding
 
@@ -54,15 +55,6 @@ def svg_document(lines: Iterable[str], width: float, height: float, title: str) 
             + "\n".join(lines) + "\n</svg>\n")  # fmt: skip
 
 
-def write_svg(drawing: str, path: Path) -> None:
-    if path.suffix != ".svg":
-        raise DataError(f"--plot {path}: plots are SVG files; use a name that ends in .svg.")
-    try:
-        write_text(path, drawing)
-    except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror}.") from None
-
-
 def _log_ticks(low: float, high: float) -> Iterator[float]:
     factors = (1,) if high - low > 2 else (1, 2, 5)
     for power in range(floor(low), ceil(high) + 1):
@@ -79,8 +71,9 @@ def _linear_ticks(low: float, high: float, log: bool) -> list[float]:
     return [round(n * step, 10) for n in range(ceil(first / step), floor(last / step) + 1)]
 
 
-def line_path(points: list[tuple[float, float]]) -> str:
-    return "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in points) if points else ""
+def svg_line(points: Iterable[tuple[float, float]], color: str) -> str:
+    path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
+    return f'<path d="M{path}" stroke="{color}" class="curve"/>'
 
 
 def svg_circle(x: float, y: float, color: str) -> str:

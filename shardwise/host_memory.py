@@ -14,6 +14,7 @@ from torch import Tensor
 ALIGNMENT = 64
 PAGE = 4096
 PART = 1 << 28  # bytes that are worth a thread
+LOCKED_PART = 1 << 32  # bytes that are page-locked at once
 Entry = tuple[str, str, list[int], int]  # name, dtype, shape, offset
 
 
@@ -49,6 +50,12 @@ def num_threads(size: int) -> int:
     return max(1, min(8, cores, size // PART))
 
 
+def checksum(buffer: Tensor) -> int:
+    """Returns the sum of all 64-bit words, which any single flipped bit changes."""
+    with ThreadPoolExecutor(num_threads(buffer.numel())) as pool:
+        return int(torch.stack(list(pool.map(Tensor.sum, buffer.view(torch.int64).split(PART // 8)))).sum())
+
+
 def page_lock(buffer: Tensor) -> None:
     """Page-locks a buffer, so that a GPU copies to it at the full speed of the bus; harmless if that fails.
 
@@ -59,8 +66,9 @@ def page_lock(buffer: Tensor) -> None:
     with ThreadPoolExecutor(num_threads(buffer.numel())) as pool:
         list(pool.map(lambda part: part[::PAGE].add_(0), buffer.split(PART)))
     cuda = torch.cuda.cudart()
-    if int(cuda.cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)):
-        with suppress(RuntimeError):
-            torch.zeros(1, device="cuda")  # takes the error, which the next kernel would report
-        return
-    weakref.finalize(buffer, cuda.cudaHostUnregister, buffer.data_ptr()).atexit = False
+    for part in buffer.split(LOCKED_PART):
+        if int(cuda.cudaHostRegister(part.data_ptr(), part.numel(), 0)):
+            with suppress(RuntimeError):
+                torch.zeros(1, device="cuda")  # takes the error, which the next kernel would report
+            return
+        weakref.finalize(buffer, cuda.cudaHostUnregister, part.data_ptr()).atexit = False

@@ -1,5 +1,7 @@
 """Expected goodput: the fraction of time that a run spends in useful steps when machines fail.
 
+    python tools/expected_goodput.py examples/llama3-70b.toml --cluster h100 --devices 1024    of the best layout
+
 Failures arrive at random with a mean time `mtbf` between them. A run works for `interval` seconds, then a checkpoint
 stalls it for `save_stall`; a failure loses the work since the last checkpoint and takes `recovery_seconds` to recover
 from. The expected time of an interval is (mtbf + recovery)(e^((interval + stall) / mtbf) - 1). The best interval is
@@ -11,8 +13,14 @@ days on 16,384 GPUs, one in 2.8 hours (Grattafiori et al. 2024). Between Kokolis
 law; outside of them each GPU fails independently.
 """
 
+from __future__ import annotations
+
+import argparse
 import math
-from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from shardwise.planner.plan import plan_job
 
 FAILURE_HOURS = ((1024, 7.9), (16384, 1.8))  # devices, hours between failures
 HOST_COPY_BANDWIDTH = 5e9  # bytes per second from a rank to host memory; measured on CPU processes, low for a GPU
@@ -43,8 +51,7 @@ def optimal_checkpoint_interval(save_stall: float, mtbf: float) -> float:
     return max(save_stall, math.sqrt(2 * save_stall * mtbf) * (1 + correction / 3 + correction**2 / 9) - save_stall)
 
 
-@dataclass(frozen=True)
-class ExpectedGoodput:
+class ExpectedGoodput(NamedTuple):
     """Expected goodput of a plan, in seconds and fractions unless stated otherwise."""
 
     mtbf_hours: float
@@ -57,13 +64,12 @@ class ExpectedGoodput:
 
     def describe(self, step_seconds: float) -> str:
         steps = max(1, round(self.best_interval / step_seconds))
-        sentence = (
+        yours = f"your interval gives {100 * self.goodput:.2f}%" if self.interval else "this job saves only at the end"
+        return (
             f"expect a failure every {_time(3600 * self.mtbf_hours)}. With {_time(self.recovery_seconds)} to recover "
             f"and {_time(self.save_stall)} per checkpoint, goodput is best with a checkpoint every {steps:,} steps "
-            f"({_time(self.best_interval)}): {100 * self.best_goodput:.2f}%"
+            f"({_time(self.best_interval)}): {100 * self.best_goodput:.2f}%; {yours}."
         )
-        yours = f"your interval gives {100 * self.goodput:.2f}%" if self.interval else "this job saves only at the end"
-        return f"{sentence}; {yours}."
 
 
 def expected_goodput(devices: int, step_seconds: float, every: int, bytes_per_rank: float) -> ExpectedGoodput:
@@ -78,3 +84,20 @@ def expected_goodput(devices: int, step_seconds: float, every: int, bytes_per_ra
 def _time(seconds: float) -> str:
     units = ((86400, "days"), (3600, "hours"), (60, "minutes"))
     return next((f"{seconds / size:.3g} {unit}" for size, unit in units if seconds >= 2 * size), f"{seconds:.2g} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("job", type=Path)
+    parser.add_argument("--cluster", default="h100")
+    parser.add_argument("--devices", type=int)
+    parser.add_argument("--layout")
+    options = parser.parse_args()
+    plan = plan_job(options.job, [], options.cluster, options.devices, options.layout)
+    saved = max(rank.weights + rank.optimizer for rank in plan.best.memory)
+    goodput = expected_goodput(plan.devices, plan.best.seconds, plan.job.checkpoint.every, saved)
+    print(f"{plan}: {goodput.describe(plan.best.seconds)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""Conversations: reads them, encodes them with a chat template, and lays them out in rows.
+
+    messages        a list of {"role": "user", "content": "..."}
+    conversations   ShareGPT's form: a list of {"from": "human", "value": "..."}; `system` may stand beside it
+    prompt          with `completion`: texts of the user and of the assistant, or lists of messages
+
+Encoded conversations lie one after another in a token file, whose values are twice the token, plus one if the token
+counts towards the loss. A sample is a row of `length` positions: the conversations in it, without their last tokens,
+which predict nothing, then padding. Which of them share a row depends on their lengths alone, so sample order stays a
+matter of the seed, whatever the layout. In a packed row, the first token t of each conversation, and of the padding, is
+stored as -1 - t; document ids are made of that on the device (`Samples.with_packed_ids`).
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from shardwise.console import pluralize
+from shardwise.data.chat_template import MARKS, ChatTemplate, Messages, Span
+from shardwise.data.input_files import BadRecords, DataFile
+from shardwise.data.sample_stream import CountedSource, Samples
+from shardwise.data.text import parse_object
+from shardwise.data.token_file import TokenFile, open_token_file, write_token_arrays
+from shardwise.data.tokenizer import Tokenizer
+from shardwise.errors import DataError, shorten
+from shardwise.job import DataConfig
+from shardwise.models.chain import IGNORE_INDEX
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}
+
+
+def parse_conversation(record: dict[str, Any]) -> tuple[Messages, Any]:
+    """Returns the messages of a row, and the tools that it declares."""
+    given = record.get("messages", record.get("conversations"))
+    if given is None and "prompt" in record and "completion" in record:
+        sides = (("user", record["prompt"]), ("assistant", record["completion"]))
+        as_messages = (side if isinstance(side, list) else [{"role": role, "content": side}] for role, side in sides)
+        given = [message for messages in as_messages for message in messages]
+    if given is None:
+        keys = shorten(", ".join(map(str, record)))
+        raise DataError(f"the row has the keys {keys}; it needs messages, conversations, or prompt and completion.")
+    if not isinstance(given, list) or not given or not all(isinstance(message, dict) for message in given):
+        raise DataError("its messages must be a list of objects, each with a role and a content; fix or drop it.")
+    if isinstance(record.get("system"), str) and record["system"]:
+        given = [{"role": "system", "content": record["system"]}, *given]
+    return [_parse_message(message, number) for number, message in enumerate(given, start=1)], record.get("tools")
+
+
+def _parse_message(message: dict[str, Any], number: int) -> dict[str, Any]:
+    role, content = message.get("role", message.get("from")), message.get("content", message.get("value"))
+    role = SHAREGPT_ROLES.get(str(role), role)
+    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+        content = "".join(part["text"] for part in content)
+    if role not in ROLES:
+        raise DataError(f"message {number} has the role {shorten(role)}; roles are {', '.join(ROLES)}.")
+    if not isinstance(content, str) and not (content is None and message.get("tool_calls")):
+        raise DataError(f"message {number} has the content {shorten(content)}, which is not a text; fix or drop it.")
+    if content and any(mark in content for mark in MARKS):
+        raise DataError(f"message {number} has a character that Unicode reserves (U+FDD0 or U+FDD1); remove it.")
+    return {**message, "role": role, "content": content}
+
+
+def read_samples(
+    data: DataConfig, files: Sequence[DataFile], template: ChatTemplate, bad_records: BadRecords
+) -> Iterator[tuple[str, str, list[Span]]]:
+    """Yields where each sample stands, its text, and which parts of that count towards the loss."""
+    for file in files:
+        with file.open() as lines:
+            for number, line in enumerate(lines, start=1):
+                where, samples = f"{file.path}, line {number}", list[tuple[str, list[Span]]]()
+                try:
+                    if line.strip():
+                        samples = template.mark(*parse_conversation(parse_object(line)), data.train_on)
+                except DataError as error:
+                    bad_records.report(DataError(f"{where}: {error}"))
+                yield from ((where, text, spans) for text, spans in samples)
+
+
+def encode_chats(
+    data: DataConfig, files: Sequence[DataFile], tokenizer: Tokenizer, template: ChatTemplate, folder: Path,
+    bad_records: BadRecords,
+) -> None:  # fmt: skip
+    """Writes the conversations of some files into `folder`: their tokens, and their lengths."""
+    lengths: list[int] = []
+
+    def arrays() -> Iterator[np.ndarray]:
+        samples = read_samples(data, files, template, bad_records)
+        while batch := list(islice(samples, 1000)):
+            encoded = tokenizer.encode_chat([text for _, text, _ in batch])
+            for (where, _, spans), (ids, first, last) in zip(batch, encoded, strict=True):
+                counts = np.zeros(len(ids), bool)
+                for start, stop in spans:
+                    counts |= (first < stop) & (last > start)
+                if counts[1:].any():
+                    lengths.append(len(ids))
+                    yield 2 * ids.astype(np.int64) + counts
+                else:
+                    bad_records.report(DataError(f"{where}: no token of the conversation counts; fix or drop it."))
+        if not lengths:
+            raise DataError(f"data.path = {data.path!r} has no conversations; each line of a file must be one.")
+
+    write_token_arrays(folder / "tokens.bin", arrays(), 2 * tokenizer.vocab)
+    write_token_arrays(folder / "lengths.bin", [np.array(lengths)], max(lengths) + 1)
+
+
+def open_chats(folder: Path, length: int, truncate: str) -> tuple[TokenFile, np.ndarray, str]:
+    """Returns encoded conversations: their tokens; the first and last (exclusive) of each (conversations, 2), cut to
+    `length` + 1; and a summary."""
+    tokens, lengths = open_token_file(folder / "tokens.bin"), open_token_file(folder / "lengths.bin")
+    sizes = lengths.read(0, lengths.count)
+    stops = np.cumsum(sizes)
+    starts, is_long = stops - sizes, sizes > length + 1
+    if truncate == "left":
+        starts = np.maximum(starts, stops - length - 1)
+    else:
+        stops = np.minimum(stops, starts + length + 1)
+    is_kept = ~is_long if truncate == "drop" else np.ones(len(sizes), bool)
+    for number in np.flatnonzero(is_long & is_kept).tolist():  # what is left of it may be questions only
+        is_kept[number] = (tokens.read(starts[number] + 1, stops[number]) % 2).any()
+    cut, dropped = int((is_long & is_kept).sum()), int((~is_kept).sum())
+    why = "longer than" if truncate == "drop" else "with nothing that counts within"
+    changes = f", {cut} cut at the {truncate}" * bool(cut) + f", {dropped} dropped ({why} {length + 1} tokens)" * bool(
+        dropped
+    )
+    summary = f"{pluralize(len(sizes), 'conversation')} of {int(sizes.sum()):,} tokens{changes}"
+    if not is_kept.any():
+        raise DataError(f"no conversation is left of {summary}; use a longer model.sequence.")
+    return tokens, np.stack((starts, stops), 1)[is_kept], summary
+
+
+class ChatRows(CountedSource):
+    """Rows of conversations, one or several in each; builds its batches itself."""
+
+    summary = tokenizer_config = ""  # `tokenizer_config.json`: the chat template, which the run keeps
+
+    def __init__(self, tokens: TokenFile, extents: np.ndarray, length: int, pad_id: int, packed: bool):
+        self.tokens, self.extents, self.packed = tokens, extents, packed
+        self.length, self.vocab, self.pad_id = length, tokens.vocab // 2, pad_id
+        sizes = (extents[:, 1] - extents[:, 0] - 1).tolist()
+        rows = pack(sizes, length) if packed else [[number] for number in range(len(sizes))]
+        self.order = np.array([number for row in rows for number in row], np.int64)
+        self.ends = np.cumsum([0, *map(len, rows)])
+        self.count, self.filled = len(rows), sum(sizes) / max(1, len(rows) * length)
+
+    def read_row(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns the tokens of a row, their targets, and which of the tokens are first in a conversation."""
+        tokens = np.full(self.length, self.pad_id, np.int64)
+        targets, is_first, place = np.full_like(tokens, IGNORE_INDEX), np.zeros(self.length, bool), 0
+        for start, stop in self.extents[self.order[self.ends[index] : self.ends[index + 1]]].tolist():
+            values = self.tokens.read(start, stop)
+            is_first[place], end = True, place + len(values) - 1
+            tokens[place:end] = values[:-1] >> 1
+            targets[place:end] = np.where(values[1:] & 1, values[1:] >> 1, IGNORE_INDEX)
+            place = end
+        is_first[place : place + 1] = True  # of the padding
+        return tokens, targets, is_first
+
+    def samples(self, indices: np.ndarray, positions: np.ndarray) -> Samples:
+        tokens, targets, is_first = map(np.stack, zip(*map(self.read_row, indices.tolist()), strict=True))
+        parts = (np.where(is_first & self.packed, ~tokens, tokens), targets, positions.astype(np.int64))
+        return Samples.from_tensors(torch.from_numpy(part) for part in parts)
+
+
+def pack(sizes: Sequence[int], length: int) -> list[list[int]]:
+    """Returns which items share a row: each goes, longest first, where it leaves the least space (best fit)."""
+    rows: list[list[int]] = []
+    spaces, rows_by_space = list[int](), dict[int, list[int]]()  # what is left in rows: the sizes, sorted; the rows
+    for item in sorted(range(len(sizes)), key=lambda item: -sizes[item]):
+        place, space, row = bisect_left(spaces, sizes[item]), length, len(rows)
+        if place < len(spaces):
+            space = spaces[place]
+            row = rows_by_space[space].pop()
+            if not rows_by_space[space]:
+                del spaces[place]
+        else:
+            rows.append([])
+        rows[row].append(item)
+        same_space = rows_by_space.setdefault(space - sizes[item], [])
+        if not same_space:
+            insort(spaces, space - sizes[item])
+        same_space.append(row)
+    return sorted(sorted(row) for row in rows)
