@@ -1,16 +1,5 @@
-"""Perplexity of files, and tasks of local files in lm-eval's YAML format, of which this is the part that needs no code.
-
-    task: capitals
-    dataset_kwargs: {data_files: {test: capitals.jsonl}}   # beside the task file; or short: data: capitals.jsonl
-    output_type: multiple_choice                            # generate_until, loglikelihood, loglikelihood_rolling
-    doc_to_text: "The capital of {{country}} is"            # a template of jinja2, or the name of a field
-    doc_to_choice: "{{choices}}"
-    doc_to_target: "{{answer}}"
-    metric_list: [{metric: acc}, {metric: acc_norm}, {metric: "python:my_metrics:first_letter"}]
-
-A metric of your own is called with the record and the prediction (the text, or the number of the choice) and returns a
-number; the result is the mean over all records.
-"""
+"""Perplexity of files, and tasks of local files in lm-eval's YAML format: the part of it that needs no code, and
+metrics of one's own, called with the record and the prediction. docs/how-to/evaluate.md lists the keys."""
 
 import json
 import math
