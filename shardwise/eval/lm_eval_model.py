@@ -1,4 +1,4 @@
-"""Our models in lm-eval (EleutherAI's evaluation harness): `simple_evaluate(model=lm_eval_model("runs/first"), ...)`, and
+"""Our models in lm-eval (EleutherAI's harness): `simple_evaluate(model=lm_eval_model("runs/first"), ...)`, and
 its own command with all of its options:
 
     python -m shardwise.eval.lm_eval_model --model shardwise --model_args path=runs/first --tasks tasks.yaml
