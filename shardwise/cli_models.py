@@ -1,6 +1,7 @@
 """The commands on trained models: sample, eval, export, merge, drift."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -100,4 +101,6 @@ def drift(
         raise Exit(1)
 
 
-COMMANDS = {"sample": sample, "eval": evaluate, "export": export, "merge": merge, "drift": drift}
+COMMANDS: dict[str, Callable[..., None]] = {
+    "sample": sample, "eval": evaluate, "export": export, "merge": merge, "drift": drift,
+}  # fmt: skip

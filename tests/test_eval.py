@@ -274,6 +274,7 @@ def test_lm_eval_gets_the_same_numbers_from_run_and_folder(kind: str, metrics: s
     (["--tasks", "kind.yaml"], "use multiple_choice"),
     (["--tasks", "metric.yaml"], "cannot be imported"),
     (["--tasks", "field.yaml"], "does not fit a record"),
+    (["--tasks", "code.yaml"], "is unsafe"),
     (["--data", "held.jsonl", "--layout", "pipeline=9"], "stages"),
 ])  # fmt: skip
 def test_errors_are_sentences(
@@ -284,6 +285,7 @@ def test_errors_are_sentences(
     (tmp_path / "bad.yaml").write_text("doc_to_text: x")
     (tmp_path / "kind.yaml").write_text("task: a\noutput_type: other")
     (tmp_path / "metric.yaml").write_text("task: a\nmetric_list: [{metric: 'python:nothing:here'}]")
+    (tmp_path / "code.yaml").write_text("task: a\ndata: capitals.jsonl\ndoc_to_text: '{{country.__class__.__mro__}}'")
     (tmp_path / "field.yaml").write_text("task: a\ndata: capitals.jsonl\ndoc_to_text: '{{nothing}}'")
     with pytest.raises(UserError, match=message):
         app(["eval", str(run.path), *arguments], standalone_mode=False)

@@ -1,9 +1,5 @@
-"""`shardwise eval`: perplexity of files, and tasks of local files in the part of lm-eval's YAML format that needs no
-code (docs/how-to/evaluate.md).
-
-A metric of your own is called with the record and the prediction (the text, or the number of the choice) and returns a
-number; the result is the mean over all records.
-"""
+"""Perplexity of files, and tasks of local files in lm-eval's YAML format: the part of it that needs no code, and
+metrics of one's own, called with the record and the prediction. docs/how-to/evaluate.md lists the keys."""
 
 import json
 import math
@@ -129,11 +125,10 @@ def _render(template: Any, record: dict[str, Any]) -> Any:
         return template
     if template in record:
         return record[template]
-    import jinja2  # which PyTorch needs too
-    from jinja2.sandbox import SandboxedEnvironment
+    import jinja2.sandbox  # PyTorch needs jinja2 too; a template runs no code
 
     try:
-        environment = SandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
+        environment = jinja2.sandbox.SandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
         return environment.from_string(template).render(**record)
     except jinja2.TemplateError as error:
         raise DataError(f"the template {shorten(template)} does not fit a record: {error}.") from None
