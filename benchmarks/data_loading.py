@@ -155,8 +155,7 @@ def _measure_stages(job: Job, stream: SampleStream, device: torch.device, steps:
         if hasattr(source, name):
             setattr(source, name, timer.wrap(stage, getattr(source, name)))
     if augment := getattr(source, "augment", None):
-        for name in ("apply", "mixup_partners", "mixup"):
-            setattr(augment, name, timer.wrap("augment", getattr(augment, name)))
+        augment.apply = timer.wrap("augment", augment.apply)
     patched: Any = stream
     patched.indices = timer.wrap("order", stream.indices)
     patched._read_sample = timer.wrap("read", stream._read_sample)

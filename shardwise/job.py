@@ -53,7 +53,7 @@ class DataConfig(ConfigSection):
     """Batches to prepare ahead of time."""
     samples: Count = Field(4096, ge=1, le=10**12)
     """Samples per epoch of the synthetic source."""
-    augment: tuple[Literal["crop", "flip", "colour", "cutout", "mixup"], ...] = ()
+    augment: tuple[Literal["crop", "flip", "colour", "cutout"], ...] = ()
     """Augmentations applied to training images on the fly."""
     on_bad_record: Literal["stop", "skip"] = "stop"
     """What to do with a jsonl, chat, criteo or cifar10 record that cannot be read: end the run, or log and skip it."""

@@ -53,7 +53,7 @@ def sum_per_rank_gradients(
         for micro_batch in micro_batches:
             logits = model(micro_batch.tokens, ids=micro_batch.ids)
             targets = micro_batch.targets[:, -logits.shape[1] :]
-            loss = loss_sum(job, logits.flatten(0, 1), targets.flatten())
+            loss = loss_sum(logits.flatten(0, 1), targets.flatten())
             aux_losses: list[Any] = [getattr(module, "aux_loss", None) for module in model.modules()]
             total_loss = loss / count + sum(aux_loss for aux_loss in aux_losses if aux_loss is not None) / job.samples
             rank_gradients.append(torch.autograd.grad(total_loss, list(weights.values())))

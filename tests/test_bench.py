@@ -39,7 +39,7 @@ def test_where_the_time_goes() -> None:
 
 def fed(kind: str) -> DataReport:
     images = {"name": "resnet", "depth": 18, "stem": "cifar", "width": 2, "image_size": 8, "num_classes": 3}
-    data = {"source": "synthetic", "augment": ["flip", "mixup"] if kind == "images" else []}
+    data = {"source": "synthetic", "augment": ["flip", "cutout"] if kind == "images" else []}
     job = make_job({"model": images if kind == "images" else MODEL, "batch": {"samples": 2}, "data": data})
     return bench_data(job, torch.device("cpu"), steps=3)
 

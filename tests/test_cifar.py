@@ -23,13 +23,13 @@ from shardwise.errors import DataError, JobError
 from shardwise.job import make_job
 from shardwise.layout import Layout
 from shardwise.models.chain import IGNORE_INDEX
-from shardwise.models.resnet import ClassifierHead, unpack_targets
+from shardwise.models.resnet import ClassifierHead
 from shardwise.parallel.prepare import prepare
 from shardwise.train.loop import TrainingLoop
 from shardwise.train.run_folder import RunFolder
 from shardwise.verify.parity import verify
 
-ALL = ("crop", "flip", "colour", "cutout", "mixup")
+ALL = ("crop", "flip", "colour", "cutout")
 MODEL = {"name": "resnet", "depth": 18, "width": 4, "stem": "cifar", "image_size": 32, "num_classes": 10}
 
 
@@ -123,13 +123,6 @@ def test_each_change_does_what_it_says() -> None:
     cut = ImageAugmentation(["cutout"], 0).apply(images, places)
     holes = (cut == 0).all(1).sum((1, 2))
     assert np.array_equal(cut[cut != 0], images[cut != 0]) and holes.max() == 64 and holes.min() >= 16
-    mixed = SyntheticImages(40, 16, 5, seed=1, augment=ImageAugmentation(["mixup"], 0)).samples(np.arange(40), places)
-    first, second, part = unpack_targets(mixed.targets[:, 0])
-    others, shares = ImageAugmentation(["mixup"], 0).mixup_partners(places, 40)
-    assert first.tolist() == classes.tolist() and second.tolist() == classes[others].tolist()
-    assert torch.equal(part, torch.from_numpy(shares).float() / 32768) and 0.3 < part.mean() < 0.7
-    blend = images * (1 - part.numpy())[:, None, None, None] + images[others] * part.numpy()[:, None, None, None]
-    assert np.allclose(mixed.tokens.numpy(), blend, atol=1e-6)
 
 
 def test_samples_depend_on_their_place_alone(tmp_path: Path) -> None:

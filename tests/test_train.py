@@ -160,7 +160,7 @@ def test_what_data_is_made_of_goes_on_elsewhere(kind: str, tmp_path: Path) -> No
         mix = {str(tmp_path / f"{letter}.jsonl"): weight for letter, weight in zip("abc", (0.5, 0.3, 0.2), strict=True)}
         given |= {"model": SMALL["model"] | {"vocab": 256}, "data": {"source": "mix", "mix": mix}}  # type: ignore[operator]
     else:
-        ways = ["crop", "flip", "colour", "cutout", "mixup"]
+        ways = ["crop", "flip", "colour", "cutout"]
         given |= {
             "model": {"name": "resnet", "depth": 18, "width": 4, "image_size": 8, "num_classes": 5, "stem": "cifar"},
             "data": {"source": "synthetic", "augment": ways},

@@ -7,7 +7,6 @@ Augmentations, applied in this order, regardless of the order in the job:
     flip     horizontal flip with probability 1/2
     colour   changes contrast and saturation by up to 20%, and brightness by up to 0.2 standard deviations
     cutout   a random square of half the image size set to the mean (DeVries and Taylor 2017)
-    mixup    blends two images of the dataset and their losses (Zhang et al. 2018, alpha = 1)
 
 Random numbers are hashes of the seed and the sample's stream position, so they do not depend on the layout, the number
 of workers or restarts.
@@ -19,7 +18,6 @@ import numpy as np
 import torch
 
 from shardwise.data.sample_stream import CountedSource, Samples
-from shardwise.models.resnet import MIX_WEIGHT_BIT, MIX_WEIGHT_SCALE, SECOND_CLASS_BIT
 from shardwise.random import GOLDEN_GAMMA, hash_key_uint64, mix64_numpy, to_unit_interval
 
 
@@ -27,35 +25,20 @@ class ImageAugmentation:
     def __init__(self, names: Sequence[str], seed: int):
         self.names, self.seed = frozenset(names), seed
 
-    def apply(self, images: np.ndarray, positions: np.ndarray, mixup_index: int = 0) -> np.ndarray:
-        """Augments each image on its own; `mixup_index` is 1 for the second image of a mixup pair."""
+    def apply(self, images: np.ndarray, positions: np.ndarray) -> np.ndarray:
         if self.names & {"crop", "flip"}:
-            images = self._crop_and_flip(images, positions, mixup_index)
+            images = self._crop_and_flip(images, positions)
         if "colour" in self.names:
-            images = self._colour_jitter(images, positions, mixup_index)
+            images = self._colour_jitter(images, positions)
         if "cutout" in self.names:
-            images = self._cutout(images, positions, mixup_index)
+            images = self._cutout(images, positions)
         return images
 
-    def mixup_partners(self, positions: np.ndarray, num_images: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns for each position the index of a second image and its weight, in units of 1 / MIX_WEIGHT_SCALE."""
-        partner, weight = self._uniform("mixup", positions, 2)
-        return (partner * num_images).astype(np.int64), (weight * MIX_WEIGHT_SCALE).astype(np.int64)
-
-    def mixup(
-        self, images: np.ndarray, targets: np.ndarray, partner_images: np.ndarray, partner_targets: np.ndarray,
-        mixup_weights: np.ndarray,
-    ) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
-        """Returns the blended images, and targets that pack both classes and the second one's weight into one int64."""
-        weight = (mixup_weights / MIX_WEIGHT_SCALE).astype(np.float32)[:, None, None, None]
-        packed = targets | partner_targets << SECOND_CLASS_BIT | mixup_weights << MIX_WEIGHT_BIT
-        return images * (1 - weight) + partner_images * weight, packed
-
-    def _crop_and_flip(self, images: np.ndarray, positions: np.ndarray, mixup_index: int) -> np.ndarray:
+    def _crop_and_flip(self, images: np.ndarray, positions: np.ndarray) -> np.ndarray:
         image_size = images.shape[-1]
         margin = image_size // 8 if "crop" in self.names else 0
         padded = np.pad(images, ((0, 0), (0, 0), (margin, margin), (margin, margin)))
-        row, column, flip = self._uniform("moved", positions, 3, mixup_index)
+        row, column, flip = self._uniform("moved", positions, 3)
         tops = (row * (2 * margin + 1)).astype(int).tolist()
         lefts = (column * (2 * margin + 1)).astype(int).tolist()
         flips = ((flip < 0.5) & ("flip" in self.names)).tolist()
@@ -65,25 +48,25 @@ class ImageAugmentation:
             out[...] = crop[:, :, ::-1] if is_flipped else crop
         return augmented
 
-    def _colour_jitter(self, images: np.ndarray, positions: np.ndarray, mixup_index: int) -> np.ndarray:
-        jitter = (0.4 * self._uniform("colour", positions, 3, mixup_index) - 0.2).astype(np.float32)[:, :, None, None]
+    def _colour_jitter(self, images: np.ndarray, positions: np.ndarray) -> np.ndarray:
+        jitter = (0.4 * self._uniform("colour", positions, 3) - 0.2).astype(np.float32)[:, :, None, None]
         brightness, contrast, saturation = jitter
         grey = (images[:, 0] + images[:, 1] + images[:, 2]) / np.float32(3)
         images = images * (1 + saturation)[:, None] - (grey * saturation)[:, None]
         return images * (1 + contrast)[:, None] + brightness[:, None]
 
-    def _cutout(self, images: np.ndarray, positions: np.ndarray, mixup_index: int) -> np.ndarray:
+    def _cutout(self, images: np.ndarray, positions: np.ndarray) -> np.ndarray:
         image_size = images.shape[-1]
         half = image_size // 4
-        centers = (self._uniform("cutout", positions, 2, mixup_index) * image_size).astype(int).tolist()
+        centers = (self._uniform("cutout", positions, 2) * image_size).astype(int).tolist()
         images = images.copy()
         for image, row, column in zip(images, *centers, strict=True):
             image[:, max(0, row - half) : row + half, max(0, column - half) : column + half] = 0.0
         return images
 
-    def _uniform(self, purpose: str, positions: np.ndarray, count: int, mixup_index: int = 0) -> np.ndarray:
+    def _uniform(self, purpose: str, positions: np.ndarray, count: int) -> np.ndarray:
         """Returns `count` uniform numbers in [0, 1) for each position, (count, B)."""
-        bits = mix64_numpy(positions.astype(np.uint64) ^ hash_key_uint64("augment", self.seed, purpose, mixup_index))
+        bits = mix64_numpy(positions.astype(np.uint64) ^ hash_key_uint64("augment", self.seed, purpose, 0))
         increments = np.arange(1, count + 1, dtype=np.uint64)[:, None] * np.uint64(GOLDEN_GAMMA)
         return to_unit_interval(mix64_numpy(bits + increments))
 
@@ -108,11 +91,6 @@ class ImageSource(CountedSource):
         images, targets = self.read_images(indices)
         if self.augment is not None:
             images = self.augment.apply(images, positions)
-            if "mixup" in self.augment.names:
-                partners, mixup_weights = self.augment.mixup_partners(positions, self.count)
-                partner_images, partner_targets = self.read_images(partners)
-                partner_images = self.augment.apply(partner_images, positions, mixup_index=1)
-                images, targets = self.augment.mixup(images, targets, partner_images, partner_targets, mixup_weights)
         ids = torch.from_numpy(positions.astype(np.int64))
         return Samples(torch.from_numpy(images), torch.from_numpy(targets[:, None].astype(np.int64)), ids)
 

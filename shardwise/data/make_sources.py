@@ -335,7 +335,5 @@ def _check_vocab(owner: str, vocab: int, job: Job) -> None:
     model = job.model
     if vocab + model.reserved_ids > model.vocab_size:
         reserved = f", and {model.description} reserves {model.reserved_ids} more" if model.reserved_ids else ""
-        needed = vocab + model.reserved_ids
-        raise DataError(
-            f"{owner} has {vocab} ids{reserved}, but model.vocab is {model.vocab_size}; set model.vocab = {needed}."
-        )
+        remedy = f"set model.vocab = {vocab + model.reserved_ids}"
+        raise DataError(f"{owner} has {vocab} ids{reserved}, but model.vocab is {model.vocab_size}; {remedy}.")

@@ -16,9 +16,6 @@ from shardwise.models.resnet_family import ResNetConfig
 from shardwise.models.sharding import InitSpec, ShardingPlan
 
 BLOCKS_PER_STAGE = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
-# A target packs the two classes of mixup into one integer: the first class below bit 24, the second from bit 24 and its
-# weight from bit 48, in units of 1/32,768. A plain class is a target whose second class has weight 0.
-SECOND_CLASS_BIT, MIX_WEIGHT_BIT, MIX_WEIGHT_SCALE = 24, 48, 1 << 15
 
 
 def build_resnet(config: ResNetConfig, seed: int) -> Chain:
@@ -116,19 +113,7 @@ class ClassifierHead(nn.Module):
         if targets is None:
             return logits
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1)
-        is_counted = targets.flatten() != IGNORE_INDEX
-        first, second, mix_weight = unpack_targets(targets.flatten())
+        classes = targets.flatten()
         if not self.training:
-            self.num_correct = self.num_correct + ((logits.argmax(-1) == first) & is_counted).sum()
-        first_loss, second_loss = (
-            F.cross_entropy(logits, label.where(is_counted, IGNORE_INDEX), ignore_index=IGNORE_INDEX, reduction="none")
-            for label in (first, second)
-        )
-        return (first_loss * (1 - mix_weight) + second_loss * mix_weight).sum()
-
-
-def unpack_targets(targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the first and the second class of each target, and the weight of the second."""
-    mask = (1 << SECOND_CLASS_BIT) - 1
-    mix_weight = (targets >> MIX_WEIGHT_BIT).clamp(min=0) / MIX_WEIGHT_SCALE
-    return targets & mask, (targets >> SECOND_CLASS_BIT) & mask, mix_weight
+            self.num_correct = self.num_correct + (logits.argmax(-1) == classes).sum()
+        return F.cross_entropy(logits, classes, ignore_index=IGNORE_INDEX, reduction="sum")

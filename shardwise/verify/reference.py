@@ -21,7 +21,6 @@ from shardwise.data.sample_stream import Samples, SampleStream
 from shardwise.job import Job
 from shardwise.models.chain import IGNORE_INDEX, init_weights
 from shardwise.models.moe import MoE
-from shardwise.models.resnet import unpack_targets
 from shardwise.random import hash_key, normal_
 
 GradientHook = Callable[[int, Samples], None]  # called with the number of the step, from 0, and its samples
@@ -62,7 +61,7 @@ def run_steps(
         elif loss is None:
             logits = model(samples.tokens, ids=samples.ids, **document_kwargs)
             targets = samples.targets[:, -logits.shape[1] :]  # for a T5, the targets of the decoder
-            loss = loss_sum(job, logits.flatten(0, 1), targets.flatten()) / (targets != IGNORE_INDEX).sum()
+            loss = loss_sum(logits.flatten(0, 1), targets.flatten()) / (targets != IGNORE_INDEX).sum()
         aux_losses: list[Any] = [getattr(module, "aux_loss", None) for module in model.modules()]
         (loss + sum(aux_loss for aux_loss in aux_losses if aux_loss is not None) / local_batch_size).backward()
         for handle in handles:
@@ -89,13 +88,8 @@ def run_steps(
         yield record | {"weights": updated_weights}, weights
 
 
-def loss_sum(job: Job, logits: Tensor, targets: Tensor) -> Tensor:
-    """Returns the loss summed over targets; with mixup, the weighted sum of the losses of both labels."""
-    if "mixup" not in job.data.augment:
-        return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
-    first, second, mixup_weight = unpack_targets(targets)
-    losses = [F.cross_entropy(logits, labels, reduction="none") for labels in (first, second)]
-    return ((1 - mixup_weight) * losses[0] + mixup_weight * losses[1]).sum()
+def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def run_local_sgd_reference(count: int, arguments: Any) -> list[list[dict[str, Any]]]:
