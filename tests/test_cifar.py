@@ -162,7 +162,7 @@ def test_the_loss_of_a_blend() -> None:
     head.eval()
     for _ in range(2):  # as a validation in two micro-batches
         head(x, targets=targets)
-    assert int(head.num_correct) == 2 * int((head(x)[:, 0].argmax(-1) == first).sum())
+    assert int(head.num_correct) == 2 * int((head(x)[:, 0].argmax(-1) == classes).sum())
     targets[2] = IGNORE_INDEX
     keep = torch.tensor([0, 1, 3])
     assert torch.allclose(head(x, targets=targets), F.cross_entropy(head(x)[keep, 0], classes[keep], reduction="sum"))

@@ -43,6 +43,7 @@ from shardwise.workers.run_owner import own_run
 
 STATE_COPIES = 2  # of the parameters that every optimizer keeps in float32: weights and gradients
 MAX_EPOCHS, MAX_LEARNING_RATE = 100, 10.0  # beyond these, a warning
+OWN_MODELS = ("model.weights=", "model.name=hf:", "model.name=python:")
 DEMO = Path(__file__).parent.parent / "demo.toml"
 Say = Callable[[str], None]
 Check = Callable[[Prepared, Say], None]
@@ -75,11 +76,13 @@ def start_training(
         given = replace(given, resume=Path(folder) if RunFolder.exists(folder) else None)
 
     def load() -> Job:
+        # The demo's settings, such as its learning rate, suit no model that is brought along.
+        base = None if any(setting.startswith(OWN_MODELS) for setting in settings) else DEMO
         if job_file is None and resume is None and given.environment.reads_job:
-            say("no job file given: training the built-in demo")
+            say(f"no job file given: {'training the built-in demo' if base else 'keys that are not set have defaults'}")
         if resume is not None:
             return load_job(job_file or RunFolder.open(resume).path / "job.toml", settings)
-        return load_job(job_file or DEMO, settings, own_model=job_file is None)
+        return load_job(job_file or base, settings, own_model=job_file is None and base is not None)
 
     return _start(load, say, given)[1]
 

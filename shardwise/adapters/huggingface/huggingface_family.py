@@ -193,6 +193,11 @@ def load_config(config: HuggingFaceConfig) -> Any:
         layers = max(size for key in FIELDS["small_depths"] if isinstance(size := getattr(found, key, 0), int))
         if layers > MAX_LAYERS or "NaN" in found.to_json_string(use_diff=False):
             raise ValueError(f"it has a field that is NaN, or more than {MAX_LAYERS} layers")
+        if getattr(found, "quantization_config", None):
+            raise JobError(f"{place} has a quantization_config; save the model without quantization.")
+        places = getattr(found, "max_position_embeddings", None)
+        if found.model_type in FIELDS["learned_positions"] and isinstance(places, int) and places < config.sequence:
+            raise JobError(f"{config.name} has {places} learned positions; set model.sequence to at most that.")
     except Exception as error:  # noqa: BLE001 - transformers raises what it likes
         raise _refusal(f"{place} cannot be read" if place.is_file() else f"{config.name}, model.args", error) from None
     for key in FIELDS["attention_dropouts"]:
