@@ -411,6 +411,13 @@ def test_tokenizer_and_vocabulary_follow_each_other(tmp_path: Path) -> None:
     assert make_job({"data": {"tokenizer": path}, "model": {"vocab": 64}}).model.vocab_size == 64
     assert make_job({"data": {"tokenizer": "bpe:300"}}).model.vocab_size == 300
     save(tmp_path, "llama")
+    masked = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    masked.add_special_tokens(["[MASK]"])
+    masked.save(str(tmp_path / "masked.json"))
+    for name in ("bert", "hf:bert"):
+        model = {"name": name} if name == "bert" else {"name": name, "args": {"vocab_size": 10}}
+        masked_model = make_job({"data": {"tokenizer": str(tmp_path / "masked.json")}, "model": model}).model
+        assert (masked_model.vocab_size, masked_model.reserved_ids, masked_model.resolved_mask_id) == (10, 0, 9)
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
     (tmp_path / "text.txt").write_text("abc def gab " * 200)
     data = {"data": {"source": "text", "path": str(tmp_path / "text.txt")}}

@@ -63,6 +63,8 @@ class HuggingFaceConfig(ModuleConfig):
     """Fields of the model's config, which override those of the folder or the defaults of the type."""
     vocab: int = Field(0, ge=0, le=10**7)
     """Number of token ids; 0: that of the config."""
+    mask_token_id: int = Field(-1, ge=-1)
+    """For models that fill in masks: the id of the mask. -1: that of the tokenizer, or else the last id is reserved."""
     blocks: int = Field(0, ge=0, le=0)
     """Not used: the number of layers is a field of `args`."""
 
@@ -146,11 +148,11 @@ class HuggingFaceConfig(ModuleConfig):
     def reserved_ids(self) -> int:
         if self.span_corruption is not None:
             return self.span_corruption.reserved_ids
-        return int(self.kind == "masked language model")
+        return int(self.kind == "masked language model" and self.mask_token_id < 0)
 
     @property
     def resolved_mask_id(self) -> int:
-        return self.vocab_size - 1
+        return self.vocab_size - 1 if self.mask_token_id < 0 else self.mask_token_id
 
     @property
     def num_experts(self) -> int:
