@@ -531,7 +531,7 @@ def test_workers_do_not_outlive_their_owner() -> None:
 
 
 def test_uneven_batches_are_refused() -> None:
-    with pytest.raises(DataError, match="4 data-parallel ranks do not divide a batch of 10; use 8"):
+    with pytest.raises(DataError, match="10 samples is not divisible by 4 data-parallel ranks; use 8"):
         Loader(SampleStream(Marks(4), 0), 10, ranks=4)
 
 
