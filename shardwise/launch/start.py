@@ -100,7 +100,8 @@ def _start(load: Callable[[], Job], say: Say, options: StartOptions) -> tuple[Ru
     environment, node = options.environment, options.environment.node
     environment.export()
     if environment.world_size is not None:
-        if parse_url(options.resume or (job := load()).run.folder):
+        job = load()
+        if parse_url(options.resume or job.run.folder):
             raise JobError("a run in an object store needs --node instead of torchrun or one task of srun per process.")
         return _start_run(job, say, options, None)
     # Started first, because a process without threads or PyTorch state is safe to fork.

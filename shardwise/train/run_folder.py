@@ -15,6 +15,7 @@ store.json       of a local copy: the URL of the run (`shardwise.train.run_store
 import errno
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -114,7 +115,7 @@ class RunFolder:
             for name in TOKENIZER_FILES if given.exists() else ():
                 file = (given if given.is_dir() else given.parent) / name
                 if file.is_file() and not (self.path / name).exists():
-                    write_text(self.path / name, file.read_text(encoding="utf-8"))
+                    shutil.copyfile(file, self.path / name)
             if config := getattr(training, "tokenizer_config", ""):
                 write_text(self.path / "tokenizer_config.json", config)
         record.samples = (len(training), len(held_out))
