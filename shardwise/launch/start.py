@@ -169,6 +169,9 @@ def _start_run(
                 say(f"steps_changed: {change}")
             for kind, message in events:
                 _log_event(folder, say, kind, message)
+        if environment.world_size is not None:
+            init_distributed(layout.world, job)
+            broadcast_json(None)  # the others read the job that rank 0 has written
         if store is not None:
             uploader = RunUploader(store, partial(_log_event, folder, say), job.checkpoint.keep)
             ownership.enter_context(uploader.running())
