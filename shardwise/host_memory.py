@@ -14,7 +14,6 @@ from torch import Tensor
 ALIGNMENT = 64
 PAGE = 4096
 PART = 1 << 28  # bytes that are worth a thread
-LOCKED_PART = 1 << 32  # bytes that are page-locked at once
 Entry = tuple[str, str, list[int], int]  # name, dtype, shape, offset
 
 
@@ -66,9 +65,8 @@ def page_lock(buffer: Tensor) -> None:
     with ThreadPoolExecutor(num_threads(buffer.numel())) as pool:
         list(pool.map(lambda part: part[::PAGE].add_(0), buffer.split(PART)))
     cuda = torch.cuda.cudart()
-    for part in buffer.split(LOCKED_PART):
-        if int(cuda.cudaHostRegister(part.data_ptr(), part.numel(), 0)):
-            with suppress(RuntimeError):
-                torch.zeros(1, device="cuda")  # takes the error, which the next kernel would report
-            return
-        weakref.finalize(buffer, cuda.cudaHostUnregister, part.data_ptr()).atexit = False
+    if int(cuda.cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0)):  # in one piece: no copy may cross two
+        with suppress(RuntimeError):
+            torch.zeros(1, device="cuda")  # takes the error, which the next kernel would report
+        return
+    weakref.finalize(buffer, cuda.cudaHostUnregister, buffer.data_ptr()).atexit = False

@@ -20,7 +20,7 @@ from shardwise.layout import Layout
 from shardwise.models.config import ConfigSection, Count, ModelConfig
 from shardwise.models.family import Family
 from shardwise.models.gpt_family import DecoderConfig
-from shardwise.models.pretrained_config import tokenizer_size
+from shardwise.models.pretrained_config import mask_token, tokenizer_size
 from shardwise.models.registry import family_name, family_of, parse_model
 
 _GATE = re.compile(r"\s*(<=|>=|<|>)\s*([-+]?[\d.]+(?:e[-+]?\d+)?)\s*", re.IGNORECASE)
@@ -40,7 +40,13 @@ class DataConfig(ConfigSection):
     workers: int = Field(0, ge=0, le=256)
     prefetch: int = Field(2, ge=1, le=1000)
     samples: Count = Field(4096, ge=1, le=10**12)
+<<<<<<< HEAD
     augment: tuple[Literal["crop", "flip", "colour", "cutout"], ...] = ()
+=======
+    """Samples per epoch of the synthetic source."""
+    augment: tuple[Literal["crop", "flip", "colour", "cutout"], ...] = ()
+    """Augmentations applied to training images on the fly."""
+>>>>>>> main
     on_bad_record: Literal["stop", "skip"] = "stop"
 
     @model_validator(mode="after")
@@ -364,12 +370,15 @@ def _match_tokenizer(values: Mapping[str, Any], model: ModelConfig) -> dict[str,
     is that of a given tokenizer; only where the job does not say so."""
     data = values.get("data", {})
     given, folder = data.get("tokenizer") if isinstance(data, Mapping) else None, model.tokenizer_folder
+    asked = getattr(model, "mask_token_id", 0) == -1
+    known = {"mask_token_id": mask} if asked and (mask := mask_token(given or str(folder or ""))) >= 0 else {}
+    model = model.model_copy(update=known)
     if isinstance(data, Mapping) and given is None and folder is not None:
         return {**values, "model": model, "data": {**data, "tokenizer": str(folder)}}
     field = type(model).model_fields.get("vocab")
     is_open = field is not None and field.default and "vocab" not in model.model_fields_set
     if isinstance(given, str) and is_open and (vocab := tokenizer_size(given)):
-        model = parse_model({**values.get("model", {}), "vocab": vocab + model.reserved_ids})
+        model = parse_model({**values.get("model", {}), **known, "vocab": vocab + model.reserved_ids})
     return {**values, "model": model}
 
 

@@ -87,7 +87,7 @@ def save_tokenizer(folder: Path, template: str = LLAMA3) -> Path:
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"chat_template": template, "bos_token": {"content": "<|bos|>"}, "eos_token": "</s>",
-              "tokenizer_class": "PreTrainedTokenizerFast"}  # fmt: skip
+              "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 10**30}  # fmt: skip
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
 

@@ -134,6 +134,14 @@ def test_layouts_of_our_models(name: str, layouts: list[str], tmp_path: Path) ->
         assert result.ok, result
 
 
+def test_adapters_of_our_decoder_beside_the_weights_of_a_folder(tmp_path: Path) -> None:
+    save_base(tmp_path / "base", "llama")
+    job = make_run(tmp_path / "run", {"weights": str(tmp_path / "base"), "sequence": 16, "lora": {"rank": 3}})
+    assert "starts from the weights" in check_start(prepare(job, Layout()))
+    for result in verify(job, [Layout.parse("tensor=2 shard=2 zero=3")], steps=2):
+        assert result.ok, result
+
+
 @pytest.mark.parametrize("kind, layout", [("llama", "tensor=2 shard=2"), ("mixtral", "shard=2 expert=2")])
 def test_a_trained_adapter_loads_in_peft_and_is_merged(kind: str, layout: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")

@@ -257,6 +257,19 @@ def test_a_hostile_folder_is_refused_in_a_sentence(name: str, tmp_path: Path) ->
         assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize(("kind", "changes", "sequence", "sentence"), [
+    ("llama", {"quantization_config": {"quant_method": "gptq", "bits": 4}}, 16, "without quantization"),
+    ("gpt2", {"n_positions": 16}, 32, "has 16 learned positions"),
+])  # fmt: skip
+def test_a_module_that_cannot_be_trained_so_is_refused(
+    kind: str, changes: dict[str, Any], sequence: int, sentence: str, tmp_path: Path
+) -> None:
+    save(tmp_path, kind)
+    _rewrite(tmp_path / "config.json", **changes)
+    with pytest.raises(JobError, match=sentence):
+        prepare(make_job({"model": {"name": f"hf:{tmp_path}", "sequence": sequence}}), Layout())
+
+
 def test_the_single_file_comes_first(tmp_path: Path) -> None:
     """As in transformers: folders of the hub may have the weights in a form of their maker beside it."""
     save(tmp_path, "llama")
@@ -397,6 +410,18 @@ def test_tokenizer_and_vocabulary_follow_each_other(tmp_path: Path) -> None:
     assert make_job({"data": {"tokenizer": path}, "model": {"vocab": 64}}).model.vocab_size == 64
     assert make_job({"data": {"tokenizer": "bpe:300"}}).model.vocab_size == 300
     save(tmp_path, "llama")
+    masked = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
+    masked.add_special_tokens(["[MASK]"])
+    masked.save(str(tmp_path / "masked.json"))
+    for name in ("bert", "hf:bert"):
+        model = {"name": name} if name == "bert" else {"name": name, "args": {"vocab_size": 10}}
+        masked_model = make_job({"data": {"tokenizer": str(tmp_path / "masked.json")}, "model": model}).model
+        assert (masked_model.vocab_size, masked_model.reserved_ids, masked_model.resolved_mask_id) == (10, 0, 9)
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    (tmp_path / "text.txt").write_text("abc def gab " * 200)
+    data = {"data": {"source": "text", "path": str(tmp_path / "text.txt")}}
+    run = train(make_run(tmp_path / "run", {"weights": str(tmp_path), "sequence": 16}, **data), "pipeline=1")
+    assert "messages" in (run.path / "tokenizer_config.json").read_text()  # for those who start from this run
     for model in ({"weights": str(tmp_path)}, {"name": f"hf:{tmp_path}"}):
         job = make_job({"model": model})
         assert job.data.tokenizer == str(tmp_path) and job.model.vocab_size == 61

@@ -186,7 +186,9 @@ def corrupt_snapshots(folder: Path, rank: int) -> None:
     """Flips one bit in each snapshot of a rank."""
     for path in folder.glob(f"rank-{rank}.[0-9]"):
         with path.open("r+b") as file:
-            file.write(bytes([path.read_bytes()[0] ^ 64]))
+            byte = file.read(1)[0]
+            file.seek(0)
+            file.write(bytes([byte ^ 64]))  # one bit differs
 
 
 def main(arguments: list[str], injector: type[FaultInjector] = FaultInjector) -> None:

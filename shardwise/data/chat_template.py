@@ -21,7 +21,6 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from shardwise.errors import DataError
-from shardwise.files import parse_json
 
 Span = tuple[int, int]
 Messages = Sequence[dict[str, Any]]
@@ -131,13 +130,14 @@ def load_template(name: str, tokenizer: str, has_chatml_tokens: bool) -> ChatTem
     config_path, config = folder / "tokenizer_config.json", dict[str, Any]()
     try:
         if tokenizer != "bytes" and config_path.is_file():
-            config = parse_json(config_path.read_bytes())
+            # Of a tokenizer without a limit, transformers writes 10**30 as its length, beyond 64 bits.
+            config = json.loads(config_path.read_bytes(), parse_int=float)
         found = config.get("chat_template")
         if name or (tokenizer != "bytes" and path.is_file()):
             found = path.read_text(encoding="utf-8")
         elif isinstance(found, list):  # several of them
             found = {entry["name"]: entry["template"] for entry in found}.get("default")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"the chat template {path if name else f'of {folder}'} cannot be read: {error}.") from None
     values = {key: value.get("content") if isinstance(value, dict) else value for key, value in config.items()}
     tokens = {key: value for key, value in values.items() if key.endswith("_token") and isinstance(value, str)}

@@ -41,6 +41,7 @@ from shardwise.workers.run_owner import own_run
 
 STATE_COPIES = 2  # of the parameters that every optimizer keeps in float32: weights and gradients
 MAX_EPOCHS, MAX_LEARNING_RATE = 100, 10.0  # beyond these, a warning
+OWN_MODELS = ("model.weights=", "model.name=hf:", "model.name=python:")
 DEMO = Path(__file__).parent.parent / "demo.toml"
 Say = Callable[[str], None]
 Check = Callable[[Prepared, Say], None]
@@ -72,11 +73,13 @@ def start_training(
         given = replace(given, resume=Path(folder) if RunFolder.exists(folder) else None)
 
     def load() -> Job:
+        # The demo's settings, such as its learning rate, suit no model that is brought along.
+        base = None if any(setting.startswith(OWN_MODELS) for setting in settings) else DEMO
         if job_file is None and resume is None and given.environment.reads_job:
-            say("no job file given: training the built-in demo")
+            say(f"no job file given: {'training the built-in demo' if base else 'keys that are not set have defaults'}")
         if resume is not None:
             return load_job(job_file or RunFolder.open(resume).path / "job.toml", settings)
-        return load_job(job_file or DEMO, settings, own_model=job_file is None)
+        return load_job(job_file or base, settings, own_model=job_file is None and base is not None)
 
     return _start(load, say, given)[1]
 
@@ -94,7 +97,8 @@ def _start(load: Callable[[], Job], say: Say, options: StartOptions) -> tuple[Ru
     environment, node = options.environment, options.environment.node
     environment.export()
     if environment.world_size is not None:
-        if parse_url(options.resume or (job := load()).run.folder):
+        job = load()
+        if parse_url(options.resume or job.run.folder):
             raise JobError("a run in an object store needs --node instead of torchrun or one task of srun per process.")
         return _start_run(job, say, options, None)
     # Started first, because a process without threads or PyTorch state is safe to fork.
@@ -158,7 +162,14 @@ def _start_run(job: Job, say: Say, options: StartOptions, fork_server: ForkServe
                 change = f"{steps} instead of {previous_job.total_steps}; the learning rate schedule is adjusted."
                 folder.tell_event(say, "steps_changed", change, steps=job.total_steps)
             for kind, message in events:
+<<<<<<< HEAD
                 folder.tell_event(say, kind, message)
+=======
+                _log_event(folder, say, kind, message)
+        if environment.world_size is not None:
+            init_distributed(layout.world, job)
+            broadcast_json(None)  # the others read the job that rank 0 has written
+>>>>>>> main
         if store is not None:
             uploader = RunUploader(store, partial(folder.tell_event, say), job.checkpoint.keep)
             ownership.enter_context(uploader.running())

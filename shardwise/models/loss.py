@@ -64,7 +64,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         vocab, weight = weight.shape[0], pad_vocab(weight)
         needs_grad = any(ctx.needs_input_grad)
         grad_x = torch.empty_like(x) if needs_grad else None
-        grad_weight = torch.zeros_like(weight, dtype=dtype) if needs_grad else None
+        grad_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None  # None: frozen
         weight8 = None
         if use_fp8 and needs_grad and fp8.can_use_fp8(x[:chunk_size], weight) and fp8.can_use_fp8(x, weight):
             weight8 = fp8.quantize_rows(weight.t())
@@ -73,23 +73,23 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
             logits = x[chunk] @ weight.t()
             chunk_loss, grad = cross_entropy_with_grad(logits, targets[chunk], vocab_shard, vocab)
             loss += chunk_loss
-            if needs_grad:
-                assert grad_x is not None and grad_weight is not None
+            if grad_x is not None:
                 if weight8 is None:
                     torch.mm(grad, weight, out=grad_x[chunk])
                 else:
                     grad_x[chunk] = fp8.grad_input_matmul(grad, *weight8)
-                addmm_(grad_weight, grad.t(), x[chunk])
+                if grad_weight is not None:
+                    addmm_(grad_weight, grad.t(), x[chunk])
             del logits, grad  # before the next chunk allocates its own
-        if grad_weight is not None:
-            ctx.save_for_backward(grad_x, grad_weight[:vocab])
+        ctx.save_for_backward(grad_x, None if grad_weight is None else grad_weight[:vocab])
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad_x, grad_weight = ctx.saved_tensors
-        scaled_grads = (scale_to_dtype(grad, grads[0], grad_x.dtype) for grad in (grad_x, grad_weight))
-        return *scaled_grads, None, None, None, None
+        scaled = scale_to_dtype(grad_x, grads[0], grad_x.dtype)
+        scaled_weight = None if grad_weight is None else scale_to_dtype(grad_weight, grads[0], grad_x.dtype)
+        return scaled, scaled_weight, None, None, None, None
 
 
 def pad_vocab(weight: Tensor) -> Tensor:

@@ -200,6 +200,8 @@ class PretrainedWeights(InitialValues):
         """Raises JobError if the folder does not have just the weights of a chain on the meta device."""
         needed: dict[str, torch.Size] = {}
         for name, weight in chain.named_unique_parameters():
+            if is_adapter(name):
+                continue
             needed |= {part: tensor.shape for part, tensor in split_parameter(self.form, self.config, name, weight)}
         unused = self.entries.keys() - needed.keys() - ({"lm_head.weight"} if self.config.tied else set())
         check_shapes(self.folder, needed, self.entries, unused)

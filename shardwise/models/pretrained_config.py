@@ -7,6 +7,7 @@ are settings of a run, which a folder does not change.
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -163,3 +164,12 @@ def tokenizer_size(name: str) -> int:
         return 1 + max([*ids, *(token["id"] for token in added)])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return 0  # reading the data says what is wrong with it
+
+
+def mask_token(name: str) -> int:
+    """Returns the id of a tokenizer's mask token; -1 if it has none."""
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration):
+        path = Path(name).expanduser()
+        added = parse_json((path / "tokenizer.json" if path.is_dir() else path).read_bytes())["added_tokens"]
+        return int(next(token["id"] for token in added if token["content"] in ("[MASK]", "<mask>")))
+    return -1

@@ -17,7 +17,7 @@ from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.models.chain import Chain
 from shardwise.models.config import ModelConfig
-from shardwise.models.moe import MoE, Permute, group_sizes, is_fake
+from shardwise.models.moe import MoE, group_sizes, is_fake
 from shardwise.models.sharding import ShardDim
 from shardwise.parallel.mesh import Mesh
 
@@ -140,6 +140,19 @@ class TokenDispatcher:
     def combine(self, rows: Tensor, state: "DispatchState") -> Tensor:
         rows = Permute.apply(rows, state.inverse_permutation, state.permutation)
         return all_to_all_with_grad(rows, state.sent, state.received, self.axis)
+
+
+class Permute(torch.autograd.Function):
+    """Permutes rows; the backward uses the inverse permutation instead of a scatter-add."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
 
 
 class DispatchState(NamedTuple):

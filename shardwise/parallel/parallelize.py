@@ -30,7 +30,7 @@ from shardwise.parallel.torch_pipelining import PipelineOrder
 # The fraction of a compiled block's activations that torch.compile may save for the backward; it recomputes cheap
 # operators for the rest. On an H200 this saves a quarter of the memory at the same speed.
 ACTIVATION_MEMORY_BUDGET = 0.85
-ACTIVATION_MEMORY_BUDGET_FP8 = 1.0  # in fp8 activations are half as large, and a lower budget recomputes attention
+FULL_ACTIVATION_MEMORY_BUDGET = 1.0  # in fp8 and for LoRA, where a lower budget recomputes attention
 
 
 def select_attention_backend(backend: str, device: torch.device) -> None:
@@ -78,7 +78,8 @@ def parallelize(
         chain.pass_sample_ids()
         recompute.apply(chain, layout)
         if job.should_compile(device.type, layout):
-            budget = ACTIVATION_MEMORY_BUDGET_FP8 if precision.use_fp8 else ACTIVATION_MEMORY_BUDGET
+            saves_all = precision.use_fp8 or job.model.lora is not None
+            budget = FULL_ACTIVATION_MEMORY_BUDGET if saves_all else ACTIVATION_MEMORY_BUDGET
             functorch.activation_memory_budget = budget
             for block in chain.blocks():
                 block.compile()

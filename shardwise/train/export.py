@@ -31,7 +31,7 @@ from shardwise.train.checkpoint import weight_pieces
 from shardwise.train.checkpoint_folder import CheckpointGroup, find_newest_valid
 from shardwise.train.dcp_storage import Index, Pieces, dtype_name, dtype_of, read_index, read_pieces
 from shardwise.train.local_machine import require_memory
-from shardwise.train.run_folder import RunFolder
+from shardwise.train.run_folder import TOKENIZER_FILES, RunFolder
 from shardwise.train.warm_start import run_weights
 
 DTYPE_CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
@@ -250,7 +250,7 @@ def export_run(
     before(export)
     temporary = out.with_name(f"{out.name}.partial-{uuid.uuid4().hex[:8]}")
     try:
-        temporary.mkdir()
+        temporary.mkdir(parents=True)
     except OSError as error:
         raise JobError(f"{out} cannot be created: {error.strerror}.") from None
     try:
@@ -258,7 +258,7 @@ def export_run(
             size = export.write_adapter(temporary, job.model)
         else:
             size = export.write(temporary, max_file_bytes)
-        for file in (folder.tokenizer, folder.path / "tokenizer_config.json"):
+        for file in (folder.tokenizer, *(folder.path / name for name in TOKENIZER_FILES)):
             if file.exists() and not (temporary / file.name).exists():
                 shutil.copy(file, temporary)
         checked = export.check(temporary) if check else ""

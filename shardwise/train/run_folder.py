@@ -5,6 +5,7 @@ hold when its run is resumed.
 import errno
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -26,6 +27,9 @@ from shardwise.train.checkpoint_folder import list_checkpoints, read_manifest, v
 from shardwise.train.run_store import RunStore, fetch_run, local_folder
 
 DISK_FULL_TIMEOUT = 5.0  # seconds to wait for space on a full disk: a checkpoint that did not fit gets removed
+
+# What Hugging Face folders have beside a tokenizer, which a run keeps for whoever starts from it or exports it.
+TOKENIZER_FILES = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
 
 
 class RunFolder:
@@ -96,6 +100,11 @@ class RunFolder:
             if not self.tokenizer.exists():
                 tokenizer.save(self.tokenizer)
             record.tokenizer = tokenizer_fingerprint(str(self.tokenizer))
+            given = Path(self.job().data.tokenizer).expanduser()
+            for name in TOKENIZER_FILES if given.exists() else ():
+                file = (given if given.is_dir() else given.parent) / name
+                if file.is_file() and not (self.path / name).exists():
+                    shutil.copyfile(file, self.path / name)
             if config := getattr(training, "tokenizer_config", ""):
                 write_text(self.path / "tokenizer_config.json", config)
         record.samples = (len(training), len(held_out))

@@ -113,7 +113,7 @@ class NodeCoordinator(WorkerPool):
             try:
                 return socket.create_server((self.node.host, self.node.port), backlog=MAX_HANDSHAKES)
             except OSError as error:
-                is_early = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+                is_early = error.errno in (errno.EADDRNOTAVAIL, socket.EAI_AGAIN, socket.EAI_NONAME)
                 if not is_early or "KUBERNETES_SERVICE_HOST" not in os.environ or time.monotonic() > deadline:
                     raise JobError(f"cannot listen on --address {self.node.endpoint}: {error.strerror}.") from None
                 time.sleep(1.0)

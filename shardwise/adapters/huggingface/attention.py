@@ -57,6 +57,11 @@ def register() -> None:
     # transformers takes positions that jump for several sequences, and while a CUDA graph is captured, it cannot look
     # and assumes several. We know.
     masking.find_packed_sequence_indices = lambda position_ids: SPLIT.document_ids
+    # Since 5.23 it also counts from the start of each document, by the positions of this rank alone. Distances within a
+    # document are the same without that.
+    masking.packed_sequence_compatibility_function = lambda function, position_ids, documents: masking.and_masks(
+        masking.packed_sequence_mask_function(documents), function
+    )
 
 
 def attention_mask(

@@ -63,6 +63,8 @@ class HuggingFaceConfig(ModuleConfig):
     """Fields of the model's config, which override those of the folder or the defaults of the type."""
     vocab: int = Field(0, ge=0, le=10**7)
     """Number of token ids; 0: that of the config."""
+    mask_token_id: int = Field(-1, ge=-1)
+    """For models that fill in masks: the id of the mask. -1: that of the tokenizer, or else the last id is reserved."""
     blocks: int = Field(0, ge=0, le=0)
     """Not used: the number of layers is a field of `args`."""
 
@@ -146,11 +148,11 @@ class HuggingFaceConfig(ModuleConfig):
     def reserved_ids(self) -> int:
         if self.span_corruption is not None:
             return self.span_corruption.reserved_ids
-        return int(self.kind == "masked language model")
+        return int(self.kind == "masked language model" and self.mask_token_id < 0)
 
     @property
     def resolved_mask_id(self) -> int:
-        return self.vocab_size - 1
+        return self.vocab_size - 1 if self.mask_token_id < 0 else self.mask_token_id
 
     @property
     def num_experts(self) -> int:
@@ -193,6 +195,11 @@ def load_config(config: HuggingFaceConfig) -> Any:
         layers = max(size for key in FIELDS["small_depths"] if isinstance(size := getattr(found, key, 0), int))
         if layers > MAX_LAYERS or "NaN" in found.to_json_string(use_diff=False):
             raise ValueError(f"it has a field that is NaN, or more than {MAX_LAYERS} layers")
+        if getattr(found, "quantization_config", None):
+            raise JobError(f"{place} has a quantization_config; save the model without quantization.")
+        places = getattr(found, "max_position_embeddings", None)
+        if found.model_type in FIELDS["learned_positions"] and isinstance(places, int) and places < config.sequence:
+            raise JobError(f"{config.name} has {places} learned positions; set model.sequence to at most that.")
     except Exception as error:  # noqa: BLE001 - transformers raises what it likes
         raise _refusal(f"{place} cannot be read" if place.is_file() else f"{config.name}, model.args", error) from None
     for key in FIELDS["attention_dropouts"]:
