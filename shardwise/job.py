@@ -40,13 +40,7 @@ class DataConfig(ConfigSection):
     workers: int = Field(0, ge=0, le=256)
     prefetch: int = Field(2, ge=1, le=1000)
     samples: Count = Field(4096, ge=1, le=10**12)
-<<<<<<< HEAD
     augment: tuple[Literal["crop", "flip", "colour", "cutout"], ...] = ()
-=======
-    """Samples per epoch of the synthetic source."""
-    augment: tuple[Literal["crop", "flip", "colour", "cutout"], ...] = ()
-    """Augmentations applied to training images on the fly."""
->>>>>>> main
     on_bad_record: Literal["stop", "skip"] = "stop"
 
     @model_validator(mode="after")

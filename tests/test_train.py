@@ -328,16 +328,12 @@ def test_under_torchrun_it_joins_that_world_and_sample_writes_text(tmp_path: Pat
     assert done.stdout.count("validation: loss") == 1 and done.stdout.count("bits per byte") == 1
     after = done.stdout.partition("generated text after '")[2].partition("':")[0]
     assert after and after in "to be or not to be, that is the question. " * 2
-<<<<<<< HEAD
     assert run_world(sample_run, 1, tmp_path / "run", ["to be"], Sampling(8, 0.8))[0][0].startswith("to be")
-=======
-    assert run_world(sample_run, 1, tmp_path / "run", "to be", 8, 0.8, 0)[0].startswith("to be")
     resumed = subprocess.run(
         [*torchrun, "train", "--resume", "run", "--set", "steps=5"], cwd=tmp_path, capture_output=True, timeout=120
     )
     assert resumed.returncode == 0, resumed.stderr
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 5
->>>>>>> main
 
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.toml"))

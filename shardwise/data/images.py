@@ -1,21 +1,9 @@
 """Labelled images: the base class of datasets, which read in batches, random augmentation, and a synthetic dataset.
 
 A sample is a float32 image (3, size, size), normalised to mean 0 and standard deviation 1, with its class as target.
-<<<<<<< HEAD
 Augmentations (docs/how-to/train-on-images.md) are applied in the order crop, flip, colour, cutout. Random numbers are
 hashes of the seed and the sample's stream position, so they do not depend on the layout, the number of workers or
 restarts.
-=======
-Augmentations, applied in this order, regardless of the order in the job:
-
-    crop     pads each side with the mean, by 1/8 of the image size, and crops at random
-    flip     horizontal flip with probability 1/2
-    colour   changes contrast and saturation by up to 20%, and brightness by up to 0.2 standard deviations
-    cutout   a random square of half the image size set to the mean (DeVries and Taylor 2017)
-
-Random numbers are hashes of the seed and the sample's stream position, so they do not depend on the layout, the number
-of workers or restarts.
->>>>>>> main
 """
 
 from collections.abc import Sequence

@@ -162,14 +162,10 @@ def _start_run(job: Job, say: Say, options: StartOptions, fork_server: ForkServe
                 change = f"{steps} instead of {previous_job.total_steps}; the learning rate schedule is adjusted."
                 folder.tell_event(say, "steps_changed", change, steps=job.total_steps)
             for kind, message in events:
-<<<<<<< HEAD
                 folder.tell_event(say, kind, message)
-=======
-                _log_event(folder, say, kind, message)
         if environment.world_size is not None:
             init_distributed(layout.world, job)
             broadcast_json(None)  # the others read the job that rank 0 has written
->>>>>>> main
         if store is not None:
             uploader = RunUploader(store, partial(folder.tell_event, say), job.checkpoint.keep)
             ownership.enter_context(uploader.running())
