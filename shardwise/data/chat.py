@@ -160,6 +160,9 @@ class ChatRows(CountedSource):
         is_first[place : place + 1] = True  # of the padding
         return tokens, targets, is_first
 
+    def read_sample(self, index: int) -> np.ndarray:
+        return self.read_row(index)[0]
+
     def samples(self, indices: np.ndarray, positions: np.ndarray) -> Samples:
         tokens, targets, is_first = map(np.stack, zip(*map(self.read_row, indices.tolist()), strict=True))
         parts = (np.where(is_first & self.packed, ~tokens, tokens), targets, positions.astype(np.int64))

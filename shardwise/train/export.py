@@ -160,7 +160,8 @@ class Export:
     @torch.no_grad()
     def load(self, dtype: torch.dtype) -> nn.Module:
         """Returns the whole model, or transformers' own module, with the weights of the checkpoint."""
-        model = self.job.family.build_reference(self.job.model, self.job.seed, dtype).eval()
+        with torch.enable_grad():  # what it depends on is looked at
+            model = self.job.family.build_reference(self.job.model, self.job.seed, dtype).eval()
         parameters = model.named_unique_parameters() if isinstance(model, Chain) else model.named_parameters()
         found: dict[str, Tensor] = dict(parameters)
         found |= {name: buffer for name, buffer in model.named_buffers() if f"buffers.{name}" in self.index}
@@ -259,7 +260,7 @@ def export_run(
         else:
             size = export.write(temporary, max_file_bytes)
         for file in (folder.tokenizer, *(folder.path / name for name in TOKENIZER_FILES)):
-            if file.exists() and not (temporary / file.name).exists():
+            if file.exists():
                 shutil.copy(file, temporary)
         checked = export.check(temporary) if check else ""
         added = after(export, temporary, checked)

@@ -53,11 +53,13 @@ def sample_run(run: Path, prompts: Sequence[str], sampling: Sampling, device: st
     """Returns the texts that `shardwise sample` prints, one for each prompt."""
     folder = RunFolder.open(run, weights=True)
     job = folder.job()
-    decoder, tokenizer = job.require_decoder(), load_run_tokenizer(folder, job)
+    if not (job.model.passes_batch and job.model.targets_are_text):  # a module of transformers
+        job.require_decoder()
+    tokenizer = load_run_tokenizer(folder, job)
     require_memory(job, 4)
     model = open_checkpoint(folder).load(torch.float32).to(device or pick_device(job))
     ids = [[int(token) for token in tokenizer.encode(prompt)] or [0] for prompt in prompts]
-    new = generate_texts(LocalDecoder(model, decoder), tokenizer, ids, sampling)
+    new = generate_texts(LocalDecoder(model, job.model), tokenizer, ids, sampling)
     return [prompt + text for prompt, text in zip(prompts, new)]
 
 

@@ -105,8 +105,10 @@ class RunFolder:
                 file = (given if given.is_dir() else given.parent) / name
                 if file.is_file() and not (self.path / name).exists():
                     shutil.copyfile(file, self.path / name)
-            if config := getattr(training, "tokenizer_config", ""):
-                write_text(self.path / "tokenizer_config.json", config)
+            if text := getattr(training, "tokenizer_config", ""):
+                path, config = self.path / "tokenizer_config.json", parse_json(text)
+                write_text(self.path / "chat_template.jinja", config.pop("chat_template"))
+                write_text(path, json.dumps(config | (json.loads(path.read_bytes()) if path.exists() else {}), indent=2))
         record.samples = (len(training), len(held_out))
         record.save(self.path / "data.json")
 
