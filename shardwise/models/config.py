@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
@@ -112,12 +112,9 @@ class LoRA(ConfigSection):
 class ModelConfig(ConfigSection):
     """The base of every family's `[model]` section: the attributes that the rest of the package uses."""
 
-    description: ClassVar[str]
-    """Family name with an indefinite article, for error messages: "a decoder"."""
-    sample_kind: ClassVar[Literal["tokens", "images", "clicks"]] = "tokens"
-    """Type of a data sample."""
-    is_causal_lm: ClassVar[bool] = False
-    """Whether the model generates text from left to right."""
+    description: ClassVar[str]  # family name with an indefinite article, for error messages: "a decoder"
+    sample_kind: ClassVar[Literal["tokens", "images", "clicks"]] = "tokens"  # type of a data sample
+    is_causal_lm: ClassVar[bool] = False  # whether the model generates text from left to right
     targets_are_text: ClassVar[bool] = True
     """Whether every target is a token of the text, so that bits per byte can be computed from the loss."""
     is_recomputable_elsewhere: ClassVar[bool] = True
@@ -127,8 +124,15 @@ class ModelConfig(ConfigSection):
     """Whether each rank must run its share of the batch as a single micro-batch, without gradient accumulation."""
     passes_batch: ClassVar[bool] = False
     """Whether every pipeline stage gets the batch, because it runs the forward of a module that is not ours."""
-    supports_muon: ClassVar[bool] = True
-    """Whether blocks have weight matrices, which Muon updates."""
+    supports_muon: ClassVar[bool] = True  # whether blocks have weight matrices, which Muon updates
+    counts_samples: ClassVar[bool] = False  # whether the loss is a mean over samples, whatever their targets are
+    reserved_ids: ClassVar[int] = 0
+    """Number of ids at the end of the vocabulary that the text must not contain (mask, sentinels)."""
+    document_separator: ClassVar[int] = -1
+    """Id of the end-of-document token, across which attention is masked; -1: no document masking."""
+    num_experts: ClassVar[int] = 0  # number of routed experts per MoE layer; 0: the model has none
+    reports_routing: ClassVar[bool] = False  # whether the layers count the tokens that each expert gets
+    adamw_only: ClassVar[str] = ""  # the configured key that works only with AdamW; empty if there is none
     name: str
     weights: str = ""
     """Weights to start from: a run (`runs/first`, `runs/first@200` for a step) or a Hugging Face folder, whose model
@@ -143,18 +147,9 @@ class ModelConfig(ConfigSection):
         preset = PRESETS.get(str(values.get("name")), {}) if isinstance(values, Mapping) else {}
         return {**{key: value for key, value in preset.items() if key != "family"}, **values} if preset else values
 
-    def shrink(self) -> Self:
-        """Returns a small config of the same family for `shardwise verify`; odd sizes stay odd (uneven shards)."""
-        return self.model_validate(self.model_dump() | self._shrunk_values() | {"weights": ""})
-
     def _shrunk_values(self) -> dict[str, Any]:
-        """Returns the values that differ in the small config."""
+        """Returns what differs in a small config for `shardwise verify`; odd sizes stay odd (uneven shards)."""
         raise NotImplementedError
-
-    @property
-    def counts_samples(self) -> bool:
-        """Whether the loss is a mean over samples, whatever their targets are."""
-        return False
 
     @property
     def throughput_unit(self) -> str:
@@ -180,31 +175,6 @@ class ModelConfig(ConfigSection):
     def text_window(self) -> int:
         """Number of text tokens that one sample is built from."""
         return self.length
-
-    @property
-    def reserved_ids(self) -> int:
-        """Number of ids at the end of the vocabulary that the text must not contain (mask, sentinels)."""
-        return 0
-
-    @property
-    def document_separator(self) -> int:
-        """Id of the end-of-document token, across which attention is masked; -1: no document masking."""
-        return -1
-
-    @property
-    def num_experts(self) -> int:
-        """Number of routed experts per MoE layer; 0: the model has none."""
-        return 0
-
-    @property
-    def reports_routing(self) -> bool:
-        """Whether the layers count the tokens that each expert gets."""
-        return self.num_experts > 0
-
-    @property
-    def adamw_only(self) -> str:
-        """The configured key that works only with AdamW; empty if there is none."""
-        return ""
 
     @property
     def weights_folder(self) -> Path | None:

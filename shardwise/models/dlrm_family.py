@@ -1,15 +1,12 @@
 """The config and family of DLRM: recommenders with embedding tables sharded over the host memory of all ranks."""
 
 import math
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
 from shardwise.models.config import Count, ModelConfig
 from shardwise.models.family import Family, TableSpec
-
-if TYPE_CHECKING:
-    import torch
 
 
 class DLRMConfig(ModelConfig):
@@ -74,7 +71,7 @@ class DLRMFamily(Family):
             "local_sgd": "a DLRM's tables are shared by all replicas; use local_sgd.every = 1.",
         }  # fmt: skip
 
-    def example_batch(self, config: DLRMConfig, samples: int, dtype: "torch.dtype") -> "dict[str, torch.Tensor]":
+    def example_batch(self, config: DLRMConfig, samples: int, dtype: Any) -> dict[str, Any]:
         import torch
 
         return {

@@ -45,10 +45,10 @@ class TableSpec:
 class Family:
     """A model family. The `config` that its methods take is the job's `[model]` section."""
 
-    config: ClassVar[type[ModelConfig]]
-    """The `[model]` section."""
+    config: ClassVar[type[ModelConfig]]  # the `[model]` section
     builder: ClassVar[str]
     """The function that `build` calls, as `package.module:function`, so that it is imported only when it is needed."""
+    objective_class: ClassVar[str] = ""  # that of the training objective, likewise; empty: next-token prediction
     verify_layouts: ClassVar[Sequence[str]] = ()
     """Layouts that `shardwise verify` proves by default; empty: the standard list."""
 
@@ -73,10 +73,10 @@ class Family:
             return self.build(config, seed)
 
     def objective(self, config: Any, seed: int) -> Objective:
-        """Returns the function that turns token windows into inputs and targets; by default, next-token prediction."""
+        """Returns the function that turns token windows into inputs and targets."""
         from shardwise.models.objectives import next_token
 
-        return next_token
+        return resolve_name(self.objective_class)(config, seed) if self.objective_class else next_token
 
     def reference(self, config: Any) -> nn.Module | None:
         """Returns transformers' module of the same shape in float64; None if there is none or it is not installed."""
@@ -98,7 +98,7 @@ class Family:
 
     def shrink(self, config: Any) -> Any:
         """Returns a small config of the same family, for `shardwise verify`."""
-        return config.shrink()
+        return config.model_validate(config.model_dump() | config._shrunk_values() | {"weights": ""})
 
     def refusals(self, config: Any) -> dict[str, str]:
         """Returns the settings that this model does not support, each with the reason. Keys: an axis of a layout,

@@ -249,14 +249,15 @@ class FeedForward(nn.Module):
 
 
 class DecoderHead(nn.Module):
-    """The final norm and the LM head."""
+    """The final norm and the LM head; without a head, that of an encoder."""
 
-    def __init__(self, norm: nn.Module, project: "LMHead"):
+    def __init__(self, norm: nn.Module, project: "LMHead | None"):
         super().__init__()
         self.norm, self.project = norm, project
 
     def forward(self, x: Tensor, targets: Tensor | None = None, **batch: Tensor | None) -> Tensor:
-        return self.project(self.norm(x), targets)
+        x = self.norm(x)
+        return x if self.project is None else self.project(x, targets)
 
 
 class LMHead(nn.Module):

@@ -90,8 +90,7 @@ class DecoderConfig(ModelConfig):
             raise ValueError(f"rotary positions need an even head_dim, not {self.head_dim}; change it")
         if self.attention_dropout:
             raise ValueError(
-                f"attention_dropout ({self.attention_dropout}) must be 0: fused attention kernels cannot draw the same "
-                "dropout masks in every layout; use dropout instead"
+                "attention_dropout must be 0: fused attention draws other masks in each layout; use dropout"
             )
         return self
 
@@ -106,11 +105,11 @@ class DecoderConfig(ModelConfig):
         }  # fmt: skip
 
     @property
-    def document_separator(self) -> int:
+    def document_separator(self) -> int:  # type: ignore[override]
         return self.eod_token_id
 
     @property
-    def adamw_only(self) -> str:
+    def adamw_only(self) -> str:  # type: ignore[override]
         return "mup_base_width" if self.mup_base_width else ""
 
 
@@ -141,10 +140,8 @@ class GPTFamily(Family):
         return make_config(config, config.weights_folder)
 
     def decoder_shape(self, config: DecoderConfig) -> dict[str, Any]:
-        return {
-            "layers": config.layers, "width": config.width, "heads": config.heads, "kv_heads": config.kv_heads,
-            "head_dim": config.head_dim, "ffn": config.ffn, "vocab": config.vocab, "sequence": config.sequence,
-            "gated": config.activation == "swiglu", "tied": config.tied,
+        keys = ("layers", "width", "heads", "kv_heads", "head_dim", "ffn", "vocab", "sequence", "tied")
+        return {key: getattr(config, key) for key in keys} | {
+            "gated": config.activation == "swiglu", "has_exact_cost_model": not config.qk_norm,
             "positions": config.sequence if config.positions == "learned" else 0,
-            "has_exact_cost_model": not config.qk_norm,
         }  # fmt: skip

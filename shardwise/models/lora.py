@@ -120,19 +120,13 @@ class AddUpdate:
         self.module, self.leaf = module, leaf
 
     def __call__(self, weight: Tensor) -> Tensor:
-        return weight + scaled_update(self.module, self.leaf)
+        scale, down, up = (getattr(self.module, f"{self.leaf}_lora_{part}") for part in ("scale", "A", "B"))
+        update = scale * (up @ down)
+        return weight + (update.mT if is_transposed(self.module) else update)
 
 
 def _add_update(module: Any, args: tuple[Tensor, ...], y: Tensor) -> Tensor:
     return y + module.lora_scale * F.linear(F.linear(args[0], module.lora_A), module.lora_B)
-
-
-def scaled_update(module: Any, leaf: str = "weight") -> Tensor:
-    """Returns what the adapter adds to a weight."""
-    prefix = "" if leaf == "weight" else f"{leaf}_"
-    down, up = getattr(module, f"{prefix}lora_A"), getattr(module, f"{prefix}lora_B")
-    update: Tensor = getattr(module, f"{prefix}lora_scale") * (up @ down)
-    return update.mT if is_transposed(module) else update
 
 
 def is_transposed(module: nn.Module) -> bool:

@@ -13,6 +13,7 @@ class MoEConfig(DecoderConfig):
     description = "a mixture of experts"
     supports_mup = False
     is_recomputable_elsewhere = False
+    reports_routing = True
     name: str = "moe"
     experts: int = Field(8, ge=2, le=1000)
     """Number of routed experts per MoE layer."""
@@ -53,8 +54,7 @@ class MoEConfig(DecoderConfig):
             raise ValueError(f"dense_layers ({self.dense_layers}) must be below layers ({self.layers})")
         if bool(self.kv_lora_rank) != bool(self.q_lora_rank) or (self.qk_rope_head_dim and not self.kv_lora_rank):
             raise ValueError(
-                f"latent attention needs q_lora_rank ({self.q_lora_rank}) and kv_lora_rank ({self.kv_lora_rank}) above "
-                f"0; otherwise leave both and qk_rope_head_dim ({self.qk_rope_head_dim}) at 0"
+                "latent attention needs q_lora_rank and kv_lora_rank above 0; else omit qk_rope_head_dim too"
             )
         return self
 
@@ -69,7 +69,7 @@ class MoEConfig(DecoderConfig):
         }
 
     @property
-    def num_experts(self) -> int:
+    def num_experts(self) -> int:  # type: ignore[override]
         return self.experts
 
 

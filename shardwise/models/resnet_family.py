@@ -1,14 +1,11 @@
 """The config and family of ResNets: residual convolutional networks for images."""
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from shardwise.models.config import ModelConfig
 from shardwise.models.family import Family
-
-if TYPE_CHECKING:
-    import torch
 
 
 class ResNetConfig(ModelConfig):
@@ -50,7 +47,7 @@ class ResNetFamily(Family):
             "recompute": "recomputation would update the running statistics of batch norm twice; use recompute=none.",
         }
 
-    def example_batch(self, config: ResNetConfig, samples: int, dtype: "torch.dtype") -> "dict[str, torch.Tensor]":
+    def example_batch(self, config: ResNetConfig, samples: int, dtype: Any) -> dict[str, Any]:
         import torch
 
         pixels = torch.empty(samples, 3, config.image_size, config.image_size, dtype=torch.uint8, device="meta")

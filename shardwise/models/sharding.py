@@ -6,6 +6,7 @@ from it, and `verify` checks the result. Names are `fnmatch` patterns of paramet
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 
 
 def is_adapter(parameter: str) -> bool:
@@ -32,18 +33,10 @@ class ShardDim:
     head_rows: tuple[tuple[int, ...], ...] = ()
 
 
-@dataclass(frozen=True)
-class Colwise(ShardDim):
-    """Splits output features: dim 0 of a linear weight or bias, dim 1 of stacked experts (E, out, in)."""
-
-    dim: int = 0
-
-
-@dataclass(frozen=True)
-class Rowwise(ShardDim):
-    """Splits input features: dim 1 of a linear weight, dim 2 of stacked experts, dim 0 of an embedding."""
-
-    dim: int = 1
+Colwise = partial(ShardDim, dim=0)
+"""Splits output features: dim 0 of a linear weight or bias, dim 1 of stacked experts (E, out, in)."""
+Rowwise = partial(ShardDim, dim=1)
+"""Splits input features: dim 1 of a linear weight, dim 2 of stacked experts, dim 0 of an embedding."""
 
 
 @dataclass(frozen=True)
