@@ -7,8 +7,8 @@ that carries the stream. Parameters of other stages are zeros without memory.
 """
 
 import copy
-import math
 import re
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, Self
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import TreeSpec, tree_map_only, tree_unflatten
 
-from shardwise.adapters.anatomy import TRACED_SAMPLES, Anatomy
+from shardwise.adapters.anatomy import Anatomy
 from shardwise.adapters.function_modes import KeepFloat64
 from shardwise.adapters.split_attention import SPLIT, split_sequence
 from shardwise.adapters.task import Task
@@ -32,11 +32,7 @@ SHAPE_ERROR = re.compile(r"must match the size|cannot be multiplied|invalid for 
 
 
 class StageEnd(Exception):
-    """Ends the forward of a stage; `stream` is what the next stage receives."""
-
-    def __init__(self, stream: Tensor):
-        super().__init__("the end of a pipeline stage")
-        self.stream = stream
+    """Ends the forward of a stage; its argument is the stream, which the next stage receives."""
 
 
 class _EndsStage(nn.Module):
@@ -63,10 +59,8 @@ class KeyedDropout(nn.Module):
             return x
         ids, dim = self.chain_state["ids"], self.chain_state.get("sample_dims", {}).get(self.mask.site, 0)
         if dim is None or x.shape[dim] % ids.shape[0] or (self.drops_channels and x.shape[0] != ids.shape[0]):
-            raise LayoutError(
-                f"dropout at {self.mask.site} gets a tensor of shape {tuple(x.shape)} without a dimension of samples, "
-                "so its mask cannot be the same in every layout; use p = 0 there."
-            )
+            what = f"dropout at {self.mask.site} gets a tensor {tuple(x.shape)} without a dimension of samples"
+            raise LayoutError(f"{what}, so its mask cannot be the same in every layout; use p = 0 there.")
         if self.drops_channels:
             channels = self.mask(x.new_ones(ids.shape[0], 1, x.shape[1]), ids)
             return x * channels.reshape(*x.shape[:2], *[1] * (x.dim() - 2))
@@ -90,14 +84,6 @@ def find_sample_dims(shapes: dict[int, dict[str, list[torch.Size]]]) -> dict[str
         for site, sizes in shapes[few].items()
     }  # fmt: skip
     return {site: dims.pop() if len(dims) == 1 else None for site, dims in found.items()}
-
-
-def stream_like(anatomy: Anatomy, samples: int) -> tuple[int, ...]:
-    """Returns the stream's shape for another number of samples than was traced."""
-    assert anatomy.stream is not None
-    shape = list(anatomy.stream.shape)
-    shape[anatomy.stream_dim] = math.ceil(shape[anatomy.stream_dim] * samples / TRACED_SAMPLES)
-    return tuple(shape)
 
 
 class _EveryGradient(torch.autograd.Function):
@@ -196,8 +182,7 @@ class ModuleChain(Chain):
         return stream.clone() if self.anatomy.altered else stream  # a leaf must not be changed in place
 
     def _end_stage(self, *args: Any, **kwargs: Any) -> Any:
-        key = self.anatomy.stream_key
-        raise StageEnd(kwargs[key] if isinstance(key, str) else args[key])
+        raise StageEnd({**dict(enumerate(args)), **kwargs}[self.anatomy.stream_key])
 
     def _replace_stream(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key = self.anatomy.stream_key
@@ -326,13 +311,14 @@ class ModuleChain(Chain):
                 for name, value in (measured or {}).items():
                     self.metric_sums[name] = self.metric_sums.get(name, 0.0) + value * leaves[0].shape[0]
         except StageEnd as end:
-            return end.stream if dtype is None else end.stream.to(dtype)
+            stream: Tensor = end.args[0]
+            return stream if dtype is None else stream.to(dtype)
         except RuntimeError as error:
             if self.tensor_degree == 1 or type(error) is not RuntimeError or not SHAPE_ERROR.search(str(error)):
                 raise
+            where = f"{self._name_of_failing(error)} ({error})"
             raise LayoutError(
-                f"tensor_plan: shapes do not fit in {self._name_of_failing(error)} ({error}); check its style and "
-                "those of the modules around it."
+                f"tensor_plan: shapes do not fit in {where}; check its style and those around it."
             ) from error
         finally:
             SPLIT.document_ids = None
@@ -347,10 +333,8 @@ class ModuleChain(Chain):
     def _name_of_failing(self, error: BaseException) -> str:
         """Returns the name of the innermost module in whose forward an error was raised."""
         names, name = {id(module): name for name, module in self.root.named_modules()}, ""
-        trace = error.__traceback__
-        while trace is not None:
-            name = names.get(id(trace.tb_frame.f_locals.get("self")), name)
-            trace = trace.tb_next
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            name = names.get(id(frame.f_locals.get("self")), name)
         return name or type(self.root).__name__
 
 

@@ -130,10 +130,8 @@ class Task:
             return (self.collate or torch.utils.data.default_collate)(rows)
         except Exception as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-            raise DataError(
-                f"{len(rows)} samples cannot be collated: {reason}. Give samples of one shape, or a `collate` that "
-                "pads them."
-            ) from error
+            remedy = "Give samples of one shape, or a `collate` that pads them."
+            raise DataError(f"{len(rows)} samples cannot be collated: {reason}. {remedy}") from error
 
     def call(self, module: nn.Module, batch: Any, measured: dict[str, float] | None = None) -> Tensor:
         """Runs the forward and the loss; returns the loss as its author defined it. Puts metrics into `measured`."""
@@ -172,10 +170,8 @@ def _own_loss(output: Any) -> Any:
     if found is None and isinstance(output, tuple | list):
         losses = [value for value in output if isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad]
         if len(losses) > 1:
-            raise JobError(
-                f"the forward returns {len(losses)} losses, but a job has one loss and one optimizer. Return their "
-                "sum, or train with a loop of your own if each needs an optimizer, as in a GAN."
-            )
+            what = f"the forward returns {len(losses)} losses, but a job has one loss and one optimizer"
+            raise JobError(f"{what}; return their sum, or train with a loop of your own if each needs an optimizer.")
         found = output[0]
     if found is None:
         raise JobError("the forward returns no loss; give one with `loss`, or return a scalar or an object with .loss.")
@@ -234,11 +230,8 @@ def indexed(dataset: Any) -> Any:
         return dataset
     if all(hasattr(dataset, name) for name in ("__iter__", "state_dict", "load_state_dict")):
         return NumberedStream(dataset)
-    raise JobError(
-        f"the dataset {type(dataset).__name__} has no length or cannot be indexed; samples are read by index, so that "
-        "every layout and every restart reads the same: give it __len__ and __getitem__, or, if it is a stream, "
-        "state_dict and load_state_dict."
-    )
+    what = f"the dataset {type(dataset).__name__} has no length or cannot be indexed; samples are read by index"
+    raise JobError(f"{what}: give it __len__ and __getitem__, or, for a stream, state_dict and load_state_dict.")
 
 
 def flatten_batch(batch: Any, samples: int) -> tuple[list[Tensor], TreeSpec]:
@@ -246,14 +239,11 @@ def flatten_batch(batch: Any, samples: int) -> tuple[list[Tensor], TreeSpec]:
     leaves, spec = tree_flatten(batch)
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
-            raise JobError(
-                f"a batch must hold tensors only, but it has a {type(leaf).__name__}; convert or drop it in `collate`."
-            )
+            kind = type(leaf).__name__
+            raise JobError(f"a batch must hold tensors only, but it has a {kind}; convert or drop it in `collate`.")
         if leaf.dim() == 0 or leaf.shape[0] != samples:
-            raise JobError(
-                f"a batch of {samples} samples has a tensor of shape {tuple(leaf.shape)}; its first dimension must be "
-                "the samples, so that a batch can be split."
-            )
+            what = f"a batch of {samples} samples has a tensor of shape {tuple(leaf.shape)}"
+            raise JobError(f"{what}; its first dimension must be the samples, so that a batch can be split.")
     if not leaves:
         raise JobError("a batch has no tensors; return tensors from the dataset or from `collate`.")
     return leaves, spec

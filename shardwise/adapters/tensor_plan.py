@@ -67,9 +67,8 @@ def make_sharding_plan(
         for name, part in found:
             kind = nn.Embedding if style == "vocab" else nn.Linear
             if not isinstance(part, kind):
-                raise JobError(
-                    f"tensor_plan: {name} is a {type(part).__name__}, but {style!r} splits an nn.{kind.__name__}."
-                )
+                found_kind = type(part).__name__
+                raise JobError(f"tensor_plan: {name} is a {found_kind}, but {style!r} splits an nn.{kind.__name__}.")
             unit = head_dim if name.rpartition(".")[2] in HEAD_NAMES else 1
             if style in ("colwise", "colwise_gather"):
                 shard_dims.append(sharding.Colwise(f"{name}.*", unit=unit if style == "colwise" else 1))

@@ -33,9 +33,9 @@ def trace_module(
 
     `has_equal_children`: children that print the same and have the same shapes compute the same; one of them runs."""
     recorder = _OpTracer(has_equal_children)
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        inputs, kwargs = tree_map_only(Tensor, to_fake(fake), (inputs, kwargs))
-        with with_fake_tensors(module, fake), _isolate_children(module, recorder, parts), recorder:
+    with with_fake_tensors(module) as to_fake, _isolate_children(module, recorder, parts):
+        inputs, kwargs = tree_map_only(Tensor, to_fake, (inputs, kwargs))
+        with recorder:
             recorder.enter("", module._parameters.values() if any(module.children()) else ())
             with _record_saved(recorder.records[""], module):
                 recorder.leave(module(*inputs, **kwargs))
@@ -187,32 +187,29 @@ def _record_saved(record: dict[str, Any], module: nn.Module) -> Iterator[dict[in
 
 
 @contextmanager
-def with_fake_tensors(module: nn.Module, fake: FakeTensorMode) -> Iterator[None]:
-    """Replaces the module's parameters and buffers by fake tensors."""
+def with_fake_tensors(module: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Replaces the module's parameters and buffers by fake tensors; yields what makes a tensor fake."""
     slots: list[tuple[dict[str, Any], str, Tensor]] = [
         (container, name, tensor) for part in module.modules() for container in (part._parameters, part._buffers)
         for name, tensor in container.items() if tensor is not None
     ]  # fmt: skip
     fakes: dict[int, Tensor] = {}
-    for container, name, tensor in slots:
-        if id(tensor) not in fakes:  # tied weights stay tied
-            new = to_fake(fake)(tensor)
-            fakes[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
-        container[name] = fakes[id(tensor)]
-    try:
-        yield
-    finally:
-        for container, name, tensor in slots:
-            container[name] = tensor
 
-
-def to_fake(fake: FakeTensorMode) -> Callable[[Tensor], Tensor]:
-    def convert(tensor: Tensor) -> Tensor:
-        with fake:
-            new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    def to_fake(tensor: Tensor) -> Tensor:
+        new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
         return new.requires_grad_(tensor.requires_grad and new.is_floating_point())
 
-    return convert
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for container, name, tensor in slots:
+            if id(tensor) not in fakes:  # tied weights stay tied
+                new = to_fake(tensor)
+                fakes[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+            container[name] = fakes[id(tensor)]
+        try:
+            yield to_fake
+        finally:
+            for container, name, tensor in slots:
+                container[name] = tensor
 
 
 def _detached_leaf(tensor: Tensor) -> Tensor:

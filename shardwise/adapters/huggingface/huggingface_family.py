@@ -145,7 +145,7 @@ class HuggingFaceConfig(ModuleConfig):
         return super().text_window if self.span_corruption is None else self.span_corruption.text_window
 
     @property
-    def reserved_ids(self) -> int:
+    def reserved_ids(self) -> int:  # type: ignore[override]
         if self.span_corruption is not None:
             return self.span_corruption.reserved_ids
         return int(self.kind == "masked language model" and self.mask_token_id < 0)
@@ -155,7 +155,7 @@ class HuggingFaceConfig(ModuleConfig):
         return self.vocab_size - 1 if self.mask_token_id < 0 else self.mask_token_id
 
     @property
-    def num_experts(self) -> int:
+    def num_experts(self) -> int:  # type: ignore[override]
         return expert_count(meta_chain(self).root)
 
     @property
@@ -216,22 +216,20 @@ def model_kind(config: HuggingFaceConfig) -> tuple[str, Any]:
     """Returns what a model is trained for, and the transformers class that builds it."""
     transformers, hf = _transformers(), load_config(config)
     kinds = {
-        "causal language model": (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.AutoModelForCausalLM),
-        "masked language model": (transformers.MODEL_FOR_MASKED_LM_MAPPING, transformers.AutoModelForMaskedLM),
-        "encoder-decoder": (transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, transformers.AutoModelForSeq2SeqLM),
-        "image classification": (transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
-                                 transformers.AutoModelForImageClassification),
-    }  # fmt: skip
-    order = list(kinds)
-    if type(hf) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not getattr(hf, "is_decoder", False):
-        order = ["masked language model", *order]  # BERT can be both; it is trained to fill in masks
-    for kind in order:
-        if type(hf) in kinds[kind][0]:
-            return kind, kinds[kind][1]
-    raise JobError(
-        f"model.name = {config.name!r}: {type(hf).__name__} is no language model, encoder-decoder or "
-        'image classifier; build it in a function of your own and name that: "python:package.module:function".'
+        "masked language model": transformers.AutoModelForMaskedLM,
+        "causal language model": transformers.AutoModelForCausalLM,
+        "encoder-decoder": transformers.AutoModelForSeq2SeqLM,
+        "image classification": transformers.AutoModelForImageClassification,
+    }
+    fitting = [kind for kind, model_class in kinds.items() if type(hf) in model_class._model_mapping]
+    if getattr(hf, "is_decoder", False) and "causal language model" in fitting:
+        fitting = ["causal language model"]  # BERT can be both, and else is trained to fill in masks
+    if fitting:
+        return fitting[0], kinds[fitting[0]]
+    what = (
+        f"model.name = {config.name!r}: {type(hf).__name__} is no language model, encoder-decoder or image classifier"
     )
+    raise JobError(f'{what}; build it in a function of your own and name that: "python:package.module:function".')
 
 
 class HuggingFaceFamily(ModuleFamily):
@@ -294,10 +292,10 @@ class HuggingFaceFamily(ModuleFamily):
 
     def refusals(self, config: Any) -> dict[str, str]:
         dropout = next((key for key in FIELDS["attention_dropouts"] if getattr(config.hf, key, 0)), "")
-        if meta_chain(config).anatomy.random_modules and dropout:
+        if meta_chain(config).anatomy.random_module and dropout:
+            why = "attention kernels cannot draw the same dropout masks in every layout"
             raise JobError(
-                f"model.args: {dropout} = {getattr(config.hf, dropout)} must be 0: attention kernels cannot draw the "
-                f"same dropout masks in every layout; set {dropout} = 0."
+                f"model.args: {dropout} = {getattr(config.hf, dropout)} must be 0: {why}; set {dropout} = 0."
             )
         refused = super().refusals(config)
         if config.kind == "causal language model" and "context" not in refused:
