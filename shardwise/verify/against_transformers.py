@@ -45,10 +45,8 @@ def compare_with_transformers(job: Job, samples: int = 2) -> TransformersCompari
     require_memory(job, 40)  # bytes per parameter: two models and their gradients in float64
     reference = job.family.reference(job.model)
     if reference is None:
-        raise JobError(
-            f"model.name = {job.model.name!r}: transformers has no module for {job.model.description} of this shape, "
-            "or it is not installed; decoders in the form of Llama or GPT-2 have one."
-        )
+        which = f"{job.model.description} of this shape, or it is not installed"
+        raise JobError(f"transformers has no module for {which}; decoders in the form of Llama or GPT-2 have one.")
     ours = job.family.build(job.model, job.seed).double().eval()
     init_weights(ours, job.seed)
     generator = torch.Generator().manual_seed(job.seed)

@@ -11,7 +11,7 @@ Every rank compares its own shards with the same shards of the reference, so rep
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -197,9 +197,7 @@ def record_outputs(patterns: Sequence[str], model: nn.Module, outputs: dict[str,
 def _make_output_hook(name: str, outputs: dict[str, list[Tensor]]) -> Any:
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         output = output[0] if isinstance(output, tuple | list) else output
-        if not isinstance(output, Tensor):
-            return
-        if torch._C._current_graph_task_id() == -1:  # not during recomputation in the backward
+        if isinstance(output, Tensor) and torch._C._current_graph_task_id() == -1:  # not recomputed in the backward
             outputs.setdefault(name, []).append(output.detach())
 
     return hook
@@ -223,23 +221,22 @@ class Comparison:
         self.tolerance, self.floor = TOLERANCE[precision], NORM_FLOOR[precision]
         self.max_errors = dict.fromkeys(QUANTITIES, 0.0)
         self.noise: set[str] = set()  # parameters whose gradient was rounding noise in some step
-        self.differences: list[tuple[tuple[int, int, int], Difference]] = []
+        self.differences: list[tuple[int, int, int, str, float]] = []  # step, quantity, order in it, name, error
 
     def add(self, step_index: int, kind: str, order: int, name: str, error: float) -> None:
         error = math.inf if math.isnan(error) else error
         self.max_errors[kind] = max(self.max_errors[kind], error)
         if error > self.tolerance:
-            difference = Difference(step_index, kind, name, error)
-            self.differences.append(((step_index, QUANTITIES.index(kind), order), difference))
+            self.differences.append((step_index, QUANTITIES.index(kind), order, name, error))
 
     def result(self, layout: Layout) -> VerifyResult:
-        first_local = min(self.differences, key=lambda item: item[0], default=None)
-        gathered = all_gather_json((self.max_errors, first_local and (first_local[0], astuple(first_local[1]))))
+        gathered = all_gather_json((self.max_errors, min(self.differences, default=None)))
         max_errors = {kind: max(errors[kind] for errors, _ in gathered) for kind in QUANTITIES}
-        first = min((item for _, item in gathered if item is not None), key=lambda item: item[0], default=None)
+        first = min((item for _, item in gathered if item is not None), default=None)
         return VerifyResult(
             layout=str(layout), ok=first is None, loss=max_errors["loss"], grad_norm=max_errors["grad_norm"],
-            grad=max_errors["gradient"], weight=max_errors["weight"], first_difference=first and Difference(*first[1]),
+            grad=max_errors["gradient"], weight=max_errors["weight"],
+            first_difference=first and Difference(first[0], QUANTITIES[first[1]], *first[3:]),
         )  # fmt: skip
 
 
