@@ -197,7 +197,8 @@ def _copy_prebuilt(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 def build_deferred(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, DeferredInit]:
     """Returns the module with its parameters on the meta device, and their initial values."""
     recorder = DeferredInit(seed)
-    registering = register_module_parameter_registration_hook(lambda module, name, new: recorder.to_fake(new))
+    make_fake: Any = lambda module, name, parameter: recorder.to_fake(parameter)  # noqa: E731
+    registering = register_module_parameter_registration_hook(make_fake)
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), registering, recorder:
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # copy.deepcopy does
         torch.manual_seed(hash_key("module build", seed) & (2**63 - 1))

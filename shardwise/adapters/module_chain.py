@@ -182,7 +182,7 @@ class ModuleChain(Chain):
         return stream.clone() if self.anatomy.altered else stream  # a leaf must not be changed in place
 
     def _end_stage(self, *args: Any, **kwargs: Any) -> Any:
-        raise StageEnd({**dict(enumerate(args)), **kwargs}[self.anatomy.stream_key])
+        raise StageEnd((dict[int | str, Any](enumerate(args)) | kwargs)[self.anatomy.stream_key])
 
     def _replace_stream(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key = self.anatomy.stream_key
