@@ -43,7 +43,6 @@ def context_refusal(
     attending: AbstractContextManager[None] | None = None,
 ) -> str:  # fmt: skip
     """Returns why a module on the meta device cannot be split along the sequence; empty if it can.
-
     `run` computes a batch with the module, within `attending`; `interface` is what its attention must go through."""
     counts: list[int] = []  # calls of our attention, when each block has run
     handles = [

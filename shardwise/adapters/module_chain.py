@@ -11,6 +11,7 @@ import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -265,7 +266,7 @@ class ModuleChain(Chain):
             if isinstance(module, nn.RNNBase):  # keeps a list of its weights, past casts and placeholders
                 module.register_forward_pre_hook(_refresh_flat_weights)
             if self.task.casts_inputs and dtype.itemsize == 2 and module._parameters and module is not self.root:
-                module.register_forward_pre_hook(_cast_inputs(dtype), with_kwargs=True)
+                module.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
 
     def dispatch_tokens(self, experts: nn.Module, dispatcher: Any) -> None:
         assert self.task.dispatch_tokens is not None, "refused before"
@@ -278,13 +279,14 @@ class ModuleChain(Chain):
 
     def pass_sample_ids(self) -> None:
         """Makes sample ids an argument of the blocks, so that a block recomputed later draws the same dropout masks."""
+
+        def add_ids(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            return args, {**kwargs, "shardwise_ids": self.state["ids"]}
+
         if any(isinstance(module, KeyedDropout) for module in self.modules()):
             for block in self.blocks():
                 block.forward = _with_ids(block.forward, self.state)
-                block.register_forward_pre_hook(self._add_ids, with_kwargs=True)
-
-    def _add_ids(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        return args, {**kwargs, "shardwise_ids": self.state["ids"]}
+                block.register_forward_pre_hook(add_ids, with_kwargs=True)
 
     def take_metrics(self) -> dict[str, float]:
         sums, self.metric_sums = self.metric_sums, {}
@@ -353,11 +355,8 @@ def _refresh_flat_weights(module: nn.RNNBase, args: Any) -> None:
     module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 
 
-def _cast_inputs(dtype: torch.dtype) -> Callable[..., Any]:
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.dtype is torch.float32 else tensor
-
-    return lambda module, args, kwargs: tree_map_only(Tensor, cast, (args, kwargs))
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.dtype is torch.float32 else x, (args, kwargs))
 
 
 def replace_dropout(root: nn.Module, seed: int, state: dict[str, Any]) -> None:

@@ -180,7 +180,6 @@ def _own_loss(output: Any) -> Any:
 
 class NumberedStream:
     """An iterable dataset with a state, read by index in its own order; where it ends, it starts anew.
-
     Every rank iterates over the whole dataset and keeps its own samples, so the layout changes nothing."""
 
     def __init__(self, dataset: Any):

@@ -64,26 +64,20 @@ class DecoderConfig(ModelConfig):
 
     @model_validator(mode="after")
     def _check_shape(self) -> "DecoderConfig":
-        defaults = {}
         if self.mup_base_width and not self.supports_mup:
             raise ValueError(f"mup_base_width works for a dense decoder only, not for {self.description}; leave it out")
         if self.eod_token_id >= self.vocab:
             raise ValueError(f"eod_token_id ({self.eod_token_id}) must be below vocab ({self.vocab})")
         if self.eod_token_id >= 0 and not self.is_causal_lm:
             raise ValueError(f"eod_token_id is supported only for decoders, not for {self.description}; leave it out")
-        if not self.kv_heads:
-            defaults["kv_heads"] = self.heads
-        if not self.head_dim:
-            if self.width % self.heads:
-                sizes = f"width ({self.width}) must be a multiple of heads ({self.heads})"
-                raise ValueError(f"{sizes}; change one or set head_dim")
-            defaults["head_dim"] = self.width // self.heads
-        if not self.ffn:
-            hidden = 4 * self.width if self.activation == "gelu" else -(-8 * self.width // 3 // 64) * 64
-            defaults["ffn"] = hidden or self.width
+        if not self.head_dim and self.width % self.heads:
+            sizes = f"width ({self.width}) must be a multiple of heads ({self.heads})"
+            raise ValueError(f"{sizes}; change one or set head_dim")
+        ffn = 4 * self.width if self.activation == "gelu" else -(-8 * self.width // 3 // 64) * 64
+        defaults = {"kv_heads": self.heads, "head_dim": self.width // self.heads, "ffn": ffn or self.width}
         # The config is frozen, so plain assignment fails even inside its own validator.
         for key, value in defaults.items():
-            object.__setattr__(self, key, value)
+            object.__setattr__(self, key, getattr(self, key) or value)
         if self.heads % self.kv_heads:
             raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
         if self.positions == "rotary" and self.head_dim % 2:

@@ -23,7 +23,6 @@ def base_weight(adapter: str) -> str:
 @dataclass(frozen=True)
 class ShardDim:
     """Splits the parameters that match `parameter` along `dim`. `unit` rows, such as those of a head, stay together.
-
     If the units do not divide by the tensor degree and `head_rows` is set, every rank keeps the full parameter and uses
     the rows that its own heads need."""
 

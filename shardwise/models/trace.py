@@ -30,7 +30,6 @@ def trace_module(
     module: nn.Module, *inputs: Any, parts: Any = None, has_equal_children: bool = False, **kwargs: Any
 ) -> tuple[OperatorCosts, ...]:
     """Returns the costs of a module's children, or of other `parts` of it, in order of first call.
-
     `has_equal_children`: children that print the same and have the same shapes compute the same; one of them runs."""
     recorder = _OpTracer(has_equal_children)
     with with_fake_tensors(module) as to_fake, _isolate_children(module, recorder, parts):

@@ -1,11 +1,9 @@
 """Checks that a layout computes what a single process computes: runs both and compares all tensors.
 
 The error of a tensor is |a - b| / max(|b|, `NORM_FLOOR` x RMS of all tensors' norms), with Frobenius norms; the floor
-prevents false alarms for gradients that are mathematically zero. Quantities are compared in the order in which a step
-computes them: the output of each compared module (as a fingerprint per sample and position; not with `compile`), the
-loss, every gradient, the gradient norm, every weight after the update. The first difference is reported; gradients are
-in backward order, from the head down. An output that no rank computed is a difference too.
-
+prevents false alarms for gradients that are mathematically zero. The first difference in the order of a step
+(`QUANTITIES`) is reported: outputs of the compared modules are fingerprints per sample and position (none with
+`compile`), and one that no rank computed is a difference too; gradients are in backward order, from the head down.
 Every rank compares its own shards with the same shards of the reference, so replicas that diverge are found.
 """
 

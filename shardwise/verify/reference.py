@@ -32,7 +32,6 @@ def run_steps(
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:  # fmt: skip
     """Yields, per step, a record and the live weights. The record has the loss, the gradient norm, the gradients before
     clipping and the weights after the update.
-
     `replicas_and_index`: into how many equal parts each batch is split, and which of them to train on.
     `make_gradient_hook`: for tests, returns a function of the model that changes the gradients of each step."""
     model = job.family.build_reference(job.model, job.seed, dtype)
