@@ -18,13 +18,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.adapters.function_modes import FunctionalDropoutFinder
 from shardwise.errors import JobError
-from shardwise.models.trace import with_fake_tensors
+from shardwise.models.trace import storage_key, tensors_in, with_fake_tensors
 
 # Operators that read the shape of a tensor and not its values.
 SHAPE_ONLY = ("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full")
@@ -224,9 +223,8 @@ class _Tracker(TorchDispatchMode):
 
     def _leave(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         name = self.stack.pop()
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self.returned.setdefault(_storage(leaf), (leaf, set()))[1].add(name)
+        for leaf in tensors_in(out):
+            self.returned.setdefault(storage_key(leaf), (leaf, set()))[1].add(name)
         if module in self.block_index:
             self.found.stream, self.inside_block = _stream_of(out), False
             if isinstance(out, tuple | list):
@@ -240,15 +238,13 @@ class _Tracker(TorchDispatchMode):
         keys = {id(value): key for key, value in arguments.items() if value is not None}
         self.found.outputs, self.found.returns_tuple = tuple(keys.get(id(value)) for value in out[1:]), True
         for value, key in zip(out[1:], self.found.outputs, strict=True):
-            for leaf in tree_leaves(value):
-                if isinstance(leaf, Tensor) and key is None:
-                    self.made[id(leaf)] = leaf, -1, self._place(name)
+            for leaf in tensors_in(value) if key is None else ():
+                self.made[id(leaf)] = leaf, -1, self._place(name)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        inputs, outputs = tensors_in((args, kwargs)), tensors_in(out)
         name = func.overloadpacket.__name__
         depends = False
         for tensor in inputs:
@@ -287,11 +283,11 @@ class _Tracker(TorchDispatchMode):
                 continue
             if id(value) in self.buffers:
                 found.written_buffers.append(self.buffers[id(value)])
-            _, names = self.returned.get(_storage(value), (None, set()))
+            _, names = self.returned.get(storage_key(value), (None, set()))
             found.altered |= names
             if self.inside_block and id(value) not in self.buffers:
                 found.in_place_blocks.add(found.blocks[self.part - 1])
-                if found.stream is not None and _storage(value) == _storage(found.stream):
+                if found.stream is not None and storage_key(value) == storage_key(found.stream):
                     found.changes_input = found.blocks[self.part - 1]
             blocks = [name for name in names if name in found.blocks]
             if blocks and not self.inside_block and self.part <= len(found.blocks) and not found.crossing:
@@ -377,7 +373,3 @@ class _Tracker(TorchDispatchMode):
             is_own = name not in self.found.altered and all(name in self.enclosing.get(p, ()) for p in mine)
             if is_own and self.calls.get(name) == 1 and all(len(self.found.parts_of.get(p, ())) == 1 for p in mine):
                 yield name
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata

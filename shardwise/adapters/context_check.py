@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.adapters.anatomy import SHAPE_ONLY
 from shardwise.adapters.split_attention import SPLIT, split_sequence
-from shardwise.models.trace import with_fake_tensors
+from shardwise.models.trace import tensors_in, with_fake_tensors
 
 _VIEWS = ("view", "_unsafe_view", "slice", "select", "unsqueeze", "expand", "_to_copy", "alias", "detach")
 
@@ -27,14 +27,14 @@ class _TokenUses(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         self.convolves |= name == "convolution"
-        inputs = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        inputs = {id(leaf) for leaf in tensors_in((args, kwargs))}
         is_computed = not inputs.isdisjoint(map(id, self.computed))
         is_token = not inputs.isdisjoint(map(id, self.tokens))
         if name == "embedding":
             self.looks_up_computed |= is_computed
         elif (is_computed or is_token) and name not in SHAPE_ONLY:
             found = self.tokens if is_token and name in _VIEWS else self.computed
-            found += [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+            found += tensors_in(out)
         return out
 
 

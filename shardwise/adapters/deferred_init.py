@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.errors import JobError
 from shardwise.models.chain import InitialValues
+from shardwise.models.trace import tensors_in
 from shardwise.random import hash_key
 
 # Operators that replace every element of their first argument: what it held before is not needed.
@@ -89,7 +90,7 @@ class DeferredInit(TorchDispatchMode, InitialValues):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = tensors_in((args, kwargs))
         if not any(map(_is_fake, inputs)):
             return func(*args, **kwargs)
         try:
@@ -106,7 +107,7 @@ class DeferredInit(TorchDispatchMode, InitialValues):
         return out
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any, inputs: list[Tensor]) -> None:
-        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        outputs = tensors_in(out)
         reads = {_View.of(tensor).storage for tensor in inputs if _is_fake(tensor)}
         writes = {_View.of(tensor).storage for tensor in outputs} - reads
         for argument, value in zip(func._schema.arguments, args, strict=False):
@@ -147,7 +148,10 @@ class DeferredInit(TorchDispatchMode, InitialValues):
         def thaw(view: _View) -> Tensor:
             if view.storage not in storages:
                 original = self._originals[view.storage]
-                size = max(original.untyped_storage().nbytes(), _span_bytes(view))
+                spanned = torch.empty_strided(
+                    view.shape, view.stride, dtype=view.dtype, device="meta"
+                ).untyped_storage()
+                size = max(original.untyped_storage().nbytes(), spanned.nbytes() + view.offset * view.dtype.itemsize)
                 storages[view.storage] = torch.empty(size, dtype=torch.uint8).untyped_storage()
                 if original.numel():
                     real = torch.empty(0, dtype=original.dtype)
@@ -172,13 +176,6 @@ class DeferredInit(TorchDispatchMode, InitialValues):
 
 def _is_fake(tensor: Any) -> bool:
     return isinstance(tensor, FakeTensor) or (isinstance(tensor, nn.Parameter) and isinstance(tensor.data, FakeTensor))
-
-
-def _span_bytes(view: _View) -> int:
-    if 0 in view.shape:
-        return 0
-    last = view.offset + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride, strict=True))
-    return (last + 1) * view.dtype.itemsize
 
 
 def _copy_prebuilt(module: nn.Module, memo: dict[int, Any]) -> nn.Module:

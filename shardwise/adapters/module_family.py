@@ -37,6 +37,7 @@ from shardwise.models.config import ModelConfig
 from shardwise.models.family import Family
 from shardwise.models.layers import Linear
 from shardwise.models.operator_costs import OperatorCosts
+from shardwise.models.registry import family_of
 from shardwise.models.sharding import ShardingPlan
 from shardwise.models.trace import trace_family, trace_module
 
@@ -330,8 +331,6 @@ def _block_linears(module: nn.Module, anatomy: Anatomy) -> list[nn.Linear]:
 @lru_cache(maxsize=8)
 def check_context(config: Any) -> tuple[str, int]:
     """Returns why sequences cannot be split, empty if they can, and the number of heads of `shardwise.attention`."""
-    from shardwise.models.registry import family_of
-
     family: Any = family_of(config)
     SPLIT.heads = 1
     return family.context_refusal(config), SPLIT.heads
@@ -340,8 +339,6 @@ def check_context(config: Any) -> tuple[str, int]:
 @lru_cache(maxsize=4)
 def meta_chain(config: Any) -> ModuleChain:
     """Returns the module on the meta device as the engine will get it; nobody may change it."""
-    from shardwise.models.registry import family_of
-
     return family_of(config).build_on_meta(config)  # type: ignore[return-value]
 
 

@@ -45,18 +45,13 @@ def trace_module(
 def trace_family(family: Any, config: Any, itemsize: int) -> Callable[[int], tuple[OperatorCosts, ...]]:
     """Returns a function from a micro-batch size to the costs of each module of a family's model."""
     dtype = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16}[itemsize]
-    return interpolate_traces(lru_cache(lambda samples: family.trace_costs(config, samples, dtype)))
+    return interpolate_traces(lambda samples: family.trace_costs(config, samples, dtype))
 
 
 def interpolate_traces(trace: Callable[[int], tuple[OperatorCosts, ...]]) -> Callable[[int], tuple[OperatorCosts, ...]]:
     """Returns the costs for any micro-batch size from traces of 2 and 4 samples: all counts are affine in the size."""
-
-    @lru_cache(maxsize=64)
-    def operators(samples: int) -> tuple[OperatorCosts, ...]:
-        at_2, at_4 = trace(2), trace(4)
-        return tuple(_interpolate(a, b, samples) for a, b in zip(at_2, at_4, strict=True))
-
-    return operators
+    trace = lru_cache(trace)
+    return lru_cache(maxsize=64)(lambda samples: _interpolate(trace(2), trace(4), samples))
 
 
 def _interpolate(at_2: Any, at_4: Any, samples: int) -> Any:
@@ -83,7 +78,7 @@ class _OpTracer(TorchDispatchMode):
         self.records.setdefault(name, {"name": name, "parameters": numel, **counts, "products": (), "attention": ()})
 
     def leave(self, output: Any) -> None:
-        self.records[self.current]["output_bytes"] += sum(map(_bytes, _tensors(output)))
+        self.records[self.current]["output_bytes"] += sum(map(_bytes, tensors_in(output)))
 
     def operator_costs(self) -> Iterator[OperatorCosts]:
         first, *children = self.records.values()
@@ -101,7 +96,7 @@ class _OpTracer(TorchDispatchMode):
             record["attention"] += (_attention_op(func, args, kwargs or {}),)
         elif not products:
             reads = args[1:] + (out,) if name in LOOKUPS else args  # a lookup reads only the rows it returns
-            record["moved_bytes"] += sum(map(_bytes, _tensors((reads, kwargs, out))))
+            record["moved_bytes"] += sum(map(_bytes, tensors_in((reads, kwargs, out))))
         return out
 
 
@@ -148,7 +143,7 @@ def _traced_forward(name: str, child: nn.Module, recorder: _OpTracer) -> Callabl
     forward = child.forward
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        shapes = [(tensor.shape, tensor.dtype) for tensor in (*child.parameters(), *_tensors((args, kwargs)))]
+        shapes = [(tensor.shape, tensor.dtype) for tensor in (*child.parameters(), *tensors_in((args, kwargs)))]
         key = repr(child) if recorder.has_equal_children else name, tuple(shapes)
         if key in recorder.traced and name not in recorder.records:
             equal_child, out = recorder.traced[key]
@@ -159,8 +154,8 @@ def _traced_forward(name: str, child: nn.Module, recorder: _OpTracer) -> Callabl
         args, kwargs = tree_map_only(Tensor, _detached_leaf, (args, kwargs))
         with _record_saved(recorder.records[name], child) as saved:
             out = forward(*args, **kwargs)
-            for tensor in _tensors(out):
-                saved.pop(_storage_key(tensor), None)  # whoever uses it next saves it
+            for tensor in tensors_in(out):
+                saved.pop(storage_key(tensor), None)  # whoever uses it next saves it
         recorder.leave(out)
         recorder.current = before
         recorder.traced[key] = name, tree_map_only(Tensor, _detached_leaf, out)
@@ -172,12 +167,12 @@ def _traced_forward(name: str, child: nn.Module, recorder: _OpTracer) -> Callabl
 @contextmanager
 def _record_saved(record: dict[str, Any], module: nn.Module) -> Iterator[dict[int, int]]:
     """Adds the bytes that autograd saves within it, by storage, except the module's parameters and buffers."""
-    own_storages = {_storage_key(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    own_storages = {storage_key(tensor) for tensor in (*module.parameters(), *module.buffers())}
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        if _storage_key(tensor) not in own_storages:
-            saved[_storage_key(tensor)] = tensor.untyped_storage().nbytes()
+        if storage_key(tensor) not in own_storages:
+            saved[storage_key(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -215,7 +210,7 @@ def _detached_leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
@@ -223,5 +218,5 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _storage_key(tensor: Tensor) -> int:
+def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field, ValidationError
 from torch import nn
 
@@ -245,9 +246,7 @@ class HuggingFaceFamily(ModuleFamily):
     def pretrained_weights(self, config: Any, chain: Any) -> ModuleWeights | None:
         if config.weights_folder is None:
             return None
-        weights = ModuleWeights.of_folder(config.weights_folder, chain.root)
-        weights.load_buffers(chain.root)
-        return weights
+        return ModuleWeights.of_folder(config.weights_folder, chain.root)
 
     def reference(self, config: Any) -> nn.Module | None:
         raise JobError(f"{config.name} is transformers' own module, the reference of every layout; omit --against.")
@@ -326,8 +325,6 @@ class HuggingFaceFamily(ModuleFamily):
 
 @lru_cache(maxsize=8)
 def make_task(config: Any) -> Task:
-    import torch.nn.functional as F
-
     hf, (kind, model_class) = config.hf, model_kind(config)
 
     def build() -> nn.Module:
