@@ -32,9 +32,8 @@ from shardwise import cli, errors
 from shardwise.files import parse_toml
 from shardwise.job import Job
 from shardwise.layout import SCHEDULES, Layout, micro_batch_error
-from shardwise.models.config import Count, LoRA, ModelConfig
+from shardwise.models.config import PRESETS, Count, LoRA, ModelConfig
 from shardwise.models.gpt_family import DecoderConfig
-from shardwise.models.presets import PRESETS
 from shardwise.models.registry import BUILT_IN
 from shardwise.verify import parity
 

@@ -154,9 +154,8 @@ class Task:
             parameters = inspect.signature(module.forward).parameters
             takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
             return (), {key: value for key, value in batch.items() if takes_all or key in parameters}
-        if isinstance(batch, tuple | list) and len(batch) > 1:
-            return tuple(batch[:-1] if self.loss is not None else batch), {}
-        return _as_tuple(batch), {}
+        rows = _as_tuple(batch)
+        return rows[:-1] if self.loss is not None and len(rows) > 1 else rows, {}
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

@@ -23,10 +23,10 @@ def build_bert(config: BertConfig, seed: int) -> Chain:
 
 
 def sharding_plan(config: BertConfig) -> ShardingPlan:
-    normal = InitSpec("normal", config.init_std)
+    others = ("*", InitSpec("normal", config.init_std))
     return replace(
         gpt.sharding_plan(config),
-        init=(("*norm*.weight", InitSpec("ones")), ("*.bias", InitSpec("zeros")), ("*", normal)),
+        init=(("*norm*.weight", InitSpec("ones")), ("*.bias", InitSpec("zeros")), others),
         compared_modules=("embed", "block*.attention", "block*.norm1", "block*.mlp", "block*", "head.norm"),
     )
 

@@ -7,13 +7,26 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from shardwise.errors import shorten
+from shardwise.files import parse_toml
 from shardwise.models.adapter_files import read_adapter_config
-from shardwise.models.presets import PRESETS
 
 MAX_NUMBER = 10**15
 """Bound of every number of a job but the seed. Most keys have a lower one: sizes that some product overflows, counts
 of processes and files."""
 
+
+def read_tables(name: str) -> dict[str, dict[str, Any]]:
+    """Returns the tables of a TOML file of this folder. `like` names one before it whose values are taken over, also
+    those of subtables; tables whose name begins with an underscore are only for that."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, table in parse_toml((Path(__file__).parent / name).read_text(encoding="utf-8")).items():
+        base = found.get(table.pop("like", ""), {})
+        subtables = {name: {**base.get(name, {}), **value} for name, value in table.items() if isinstance(value, dict)}
+        found[key] = {**base, **table, **subtables}
+    return {key: table for key, table in found.items() if not key.startswith("_")}
+
+
+PRESETS = read_tables("presets.toml")  # published model shapes by name
 _SUFFIX_FACTORS = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 

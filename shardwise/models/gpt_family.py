@@ -1,6 +1,6 @@
 """The config and family of decoder-only transformers: GPT-2, GPT-3 and Llama shapes."""
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -107,10 +107,6 @@ class DecoderConfig(ModelConfig):
         return "mup_base_width" if self.mup_base_width else ""
 
 
-def _pretrained() -> Any:
-    return import_module("shardwise.models.pretrained")  # which imports PyTorch
-
-
 class GPTFamily(Family):
     config = DecoderConfig
     builder = "shardwise.models.gpt:build_gpt"
@@ -119,14 +115,14 @@ class GPTFamily(Family):
         return {"expert": f"{config.name!r} has no experts; leave expert at 1."}
 
     def reference(self, config: DecoderConfig) -> Any:
-        return _pretrained().reference_decoder(config)
+        return resolve_name("shardwise.models.pretrained:reference_decoder")(config)
 
     def pretrained_weights(self, config: DecoderConfig, chain: Any) -> Any:
         folder = config.weights_folder
-        return None if folder is None else _pretrained().PretrainedWeights(config, folder)
+        return None if folder is None else resolve_name("shardwise.models.pretrained:PretrainedWeights")(config, folder)
 
     def export_weights(self, config: DecoderConfig, weights: Any) -> Any:
-        return _pretrained().export_weights(config, weights, config.weights_folder)
+        return resolve_name("shardwise.models.pretrained:export_weights")(config, weights, config.weights_folder)
 
     def export_config(self, config: DecoderConfig) -> dict[str, Any]:
         if not find_format(config, config.weights_folder):

@@ -8,12 +8,11 @@ from typing import Any
 
 from shardwise.errors import JobError, suggest
 from shardwise.models.bert_family import BertFamily
-from shardwise.models.config import ModelConfig
+from shardwise.models.config import PRESETS, ModelConfig
 from shardwise.models.dlrm_family import DLRMFamily
 from shardwise.models.family import Family
 from shardwise.models.gpt_family import GPTFamily
 from shardwise.models.moe_family import MoEFamily
-from shardwise.models.presets import PRESETS
 from shardwise.models.pretrained_config import starting_values
 from shardwise.models.resnet_family import ResNetFamily
 from shardwise.models.t5_family import T5Family

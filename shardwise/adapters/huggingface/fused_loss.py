@@ -19,13 +19,12 @@ def can_fuse_loss(module: Any, whole: Any, sequence: int) -> bool:
     handle = whole_head.register_forward_hook(lambda head, args, logits: seen.append(logits))
     whole.eval()  # nothing is drawn at random
     try:
-        with with_fake_tensors(whole), torch.no_grad():
+        with handle, with_fake_tensors(whole), torch.no_grad():
             logits = whole(input_ids=torch.zeros(2, sequence, dtype=torch.int64)).logits
     except Exception:  # noqa: BLE001 - a forward that needs more raises what it likes; its loss is then computed whole
         return False
     finally:
         whole.train()
-        handle.remove()
     return len(seen) == 1 and logits is seen[0]
 
 
