@@ -313,7 +313,8 @@ class ModuleFamily(Family):
             return " Do positions come from shardwise.positions, and does nothing but attention mix them?"
         if kind != "loss" or self.task(config).count is not None:
             return ""
-        return " If some targets are masked, samples count differently: return the sum of the loss, and give `count`."
+        remedy = "return the sum, and give `count`, the number of targets in a batch"
+        return f" If some targets are masked, samples count differently: {remedy}."
 
     def sources(self, config: Any) -> Any:
         task = self.task(config)

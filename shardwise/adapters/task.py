@@ -252,25 +252,23 @@ def load_python_task(name: str, args: Mapping[str, Any]) -> Task:
     module_name, colon, function_name = name.partition(":")
     if not colon or not module_name or not function_name:
         raise JobError(f'model.name = "python:{name}" must name a function: "python:package.module:function".')
-    folder = os.getcwd()
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise JobError(f'model.name = "python:{name}" cannot be loaded: {error}.') from error
-    if isinstance(function, type) and issubclass(function, nn.Module):
-        return Task(lambda: function(**args))
-    try:
-        inspect.signature(function).bind(**args)
-    except TypeError as error:
-        raise JobError(f"[model.args] do not fit {name}: {error}.") from error
-    built = function(**args)
-    if isinstance(built, Task):
-        return built
-    if isinstance(built, nn.Module):
-        return Task(lambda: function(**args))
-    raise JobError(f"{name} must return an nn.Module or a shardwise.Task, not {type(built).__name__}.")
+    if not (isinstance(function, type) and issubclass(function, nn.Module)):
+        try:
+            inspect.signature(function).bind(**args)
+        except TypeError as error:
+            raise JobError(f"[model.args] do not fit {name}: {error}.") from error
+        built = function(**args)
+        if isinstance(built, Task):
+            return built
+        if not isinstance(built, nn.Module):
+            raise JobError(f"{name} must return an nn.Module or a shardwise.Task, not {type(built).__name__}.")
+    return Task(lambda: function(**args))
 
 
 class DatasetSource:

@@ -10,7 +10,7 @@ Every other weight is whole on every rank. Each rank computes the whole loss, wh
 weights are summed over the ranks, so norms inside of split heads need no style of their own.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -22,8 +22,10 @@ from shardwise.errors import JobError, suggest
 from shardwise.files import parse_toml
 from shardwise.models import sharding
 
-RULES = {"rowwise": sharding.AllReduceOutput, "rowwise_split": partial(sharding.AllReduceOutput, splits_input=True),
-         "colwise_gather": sharding.GatherOutput, "vocab": sharding.VocabLookup}  # fmt: skip
+RULES: dict[str, Callable[[str], sharding.ModuleRule]] = {
+    "rowwise": sharding.AllReduceOutput, "rowwise_split": partial(sharding.AllReduceOutput, splits_input=True),
+    "colwise_gather": sharding.GatherOutput, "vocab": sharding.VocabLookup,
+}  # fmt: skip
 STYLES = ("colwise", *RULES)
 
 NAMES = parse_toml((Path(__file__).parent / "names.toml").read_text(encoding="utf-8"))

@@ -72,8 +72,9 @@ class DenseDLRM(Chain):
         bottom = MLP([config.dense_features, *config.bottom, config.width], final_relu=True)
         top = MLP([config.width + num_pairs, *config.top, 1], final_relu=False)
         init_specs = [
-            (f"{part}.layers.{number}.weight", InitSpec("normal", math.sqrt(2.0 / sum(layer.weight.shape))))
-            for part, mlp in (("bottom", bottom), ("top", top)) for number, layer in enumerate(mlp.layers)
+            (f"{part}.{name}", InitSpec("normal", math.sqrt(2.0 / sum(weight.shape))))
+            for part, mlp in (("bottom", bottom), ("top", top)) for name, weight in mlp.named_parameters()
+            if weight.dim() == 2
         ]  # fmt: skip
         plan = ShardingPlan(
             shard_dims=(), modules=(), init=(*init_specs, ("*.bias", InitSpec("zeros"))),
