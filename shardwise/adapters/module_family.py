@@ -55,19 +55,14 @@ class ModuleConfig(ModelConfig):
     passes_batch: ClassVar[bool] = True
     is_recomputable_elsewhere = False
     name: str = "python:"
-    args: dict[str, Any] = {}
-    """Keyword arguments of the function that builds the module."""
-    trunk: str = ""
-    """Name of the list of blocks, such as `model.layers`; empty: it is found."""
+    args: dict[str, Any] = {}  # Keyword arguments of the function that builds the module
+    trunk: str = ""  # Name of the list of blocks, such as `model.layers`; empty: it is found
     tensor_plan: dict[str, str] = {}
     """Tensor parallelism by pattern of module names: `"layers.*.q_proj" = "colwise"`. Styles: colwise, rowwise,
     colwise_gather (the output is gathered), vocab (an embedding); modules without a style stay whole."""
-    sequence: int = Field(256, ge=1, le=10**7)
-    """Tokens per sample, if the samples come from the `[data]` section."""
-    vocab: int = Field(256, ge=2, le=10**7)
-    """Number of token ids, if the samples come from the `[data]` section."""
-    blocks: int = Field(0, ge=0)
-    """Keep only the first blocks of the trunk, as `verify --shrink` does; 0: all."""
+    sequence: int = Field(256, ge=1, le=10**7)  # Tokens per sample, if the samples come from the `[data]` section
+    vocab: int = Field(256, ge=2, le=10**7)  # Number of token ids, if the samples come from the `[data]` section
+    blocks: int = Field(0, ge=0)  # Keep only the first blocks of the trunk, as `verify --shrink` does; 0: all
 
     def __hash__(self) -> int:
         return hash(json.dumps(self.model_dump(), sort_keys=True, default=str))

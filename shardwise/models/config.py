@@ -89,21 +89,15 @@ def split_step(weights: str) -> tuple[Path, str]:
 class LoRA(ConfigSection):
     """Trains low-rank adapters beside the linear layers instead of the model's weights (`model.lora`)."""
 
-    adapter: str = ""
-    """Folder of an adapter of peft to start from, which fills in missing keys."""
-    rank: int = Field(16, ge=1, le=10**5)
-    """Columns of B and rows of A."""
-    alpha: float = Field(0.0, ge=0.0)
-    """The update is multiplied by alpha / rank; 0: twice the rank."""
+    adapter: str = ""  # Folder of an adapter of peft to start from, which fills in missing keys
+    rank: int = Field(16, ge=1, le=10**5)  # Columns of B and rows of A
+    alpha: float = Field(0.0, ge=0.0)  # The update is multiplied by alpha / rank; 0: twice the rank
     targets: tuple[str, ...] = ()
     """Layers with an adapter, by name, last part of a name (`q_proj`) or pattern (`block1.*`); none: all linear layers
     of the blocks, experts included."""
-    ranks: dict[str, int] = {}
-    """Other ranks, by name or pattern of layers."""
-    alphas: dict[str, float] = {}
-    """Other values of alpha, by name or pattern of layers."""
-    init_std: float = Field(0.0, ge=0.0)
-    """Standard deviation of the initial B; 0: training starts at the given model."""
+    ranks: dict[str, int] = {}  # Other ranks, by name or pattern of layers
+    alphas: dict[str, float] = {}  # Other values of alpha, by name or pattern of layers
+    init_std: float = Field(0.0, ge=0.0)  # Standard deviation of the initial B; 0: training starts at the given model
 
     @model_validator(mode="before")
     @classmethod

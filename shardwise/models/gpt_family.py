@@ -32,10 +32,8 @@ class DecoderConfig(ModelConfig):
     layers: int = Field(8, ge=1, le=1000)
     width: int = Field(256, ge=1, le=10**6)
     heads: int = Field(8, ge=1, le=10_000)
-    kv_heads: int = Field(0, ge=0, le=10_000)
-    """Number of key/value heads (grouped-query attention); 0: `heads`."""
-    head_dim: int = Field(0, ge=0, le=10_000)
-    """Features per head; 0: width / heads."""
+    kv_heads: int = Field(0, ge=0, le=10_000)  # Number of key/value heads (grouped-query attention); 0: `heads`
+    head_dim: int = Field(0, ge=0, le=10_000)  # Features per head; 0: width / heads
     ffn: int = Field(0, ge=0, le=10**7)
     """Hidden size of the MLP; 0: 4 x width for gelu, 8/3 x width rounded up to a multiple of 64 for swiglu."""
     vocab: int = Field(256, ge=2, le=10**7)
@@ -44,14 +42,10 @@ class DecoderConfig(ModelConfig):
     norm: Literal["layer", "rms"] = "rms"
     activation: Literal["gelu", "swiglu"] = "swiglu"
     bias: bool = False
-    qkv_bias: bool = False
-    """Whether queries, keys and values have a bias even if nothing else has (Qwen2)."""
-    qk_norm: bool = False
-    """Whether the queries and keys of each head go through an RMSNorm before RoPE (Qwen3)."""
-    tied: bool = True
-    """Whether the LM head shares the token embedding's weight."""
-    dropout: float = Field(0.0, ge=0.0, lt=1.0)
-    """Dropout probability of the embeddings and of each residual branch."""
+    qkv_bias: bool = False  # Whether queries, keys and values have a bias even if nothing else has (Qwen2)
+    qk_norm: bool = False  # Whether the queries and keys of each head go through an RMSNorm before RoPE (Qwen3)
+    tied: bool = True  # Whether the LM head shares the token embedding's weight
+    dropout: float = Field(0.0, ge=0.0, lt=1.0)  # Dropout probability of the embeddings and of each residual branch
     attention_dropout: float = 0.0
     rope_theta: float = Field(10_000.0, gt=0.0)
     rope_scaling: RopeScaling = RopeScaling()

@@ -15,16 +15,12 @@ class MoEConfig(DecoderConfig):
     is_recomputable_elsewhere = False
     reports_routing = True
     name: str = "moe"
-    experts: int = Field(8, ge=2, le=1000)
-    """Number of routed experts per MoE layer."""
-    experts_per_token: int = Field(2, ge=1, le=1000)
-    """Number of routed experts per token (top-k)."""
-    expert_ffn: int = Field(0, ge=0, le=10**7)
-    """Hidden size of each routed expert; 0: `ffn`."""
+    experts: int = Field(8, ge=2, le=1000)  # Number of routed experts per MoE layer
+    experts_per_token: int = Field(2, ge=1, le=1000)  # Number of routed experts per token (top-k)
+    expert_ffn: int = Field(0, ge=0, le=10**7)  # Hidden size of each routed expert; 0: `ffn`
     shared_expert_ffn: int = Field(0, ge=0, le=10**7)
     """Hidden size of the shared expert, which processes every token; 0: no shared expert."""
-    dense_layers: int = Field(0, ge=0, le=1000)
-    """Number of leading blocks with a dense MLP instead of experts."""
+    dense_layers: int = Field(0, ge=0, le=1000)  # Number of leading blocks with a dense MLP instead of experts
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
     """Function that turns router logits into routing probabilities."""
     routed_scaling_factor: float = Field(1.0, gt=0.0)
@@ -37,10 +33,8 @@ class MoEConfig(DecoderConfig):
     """Coefficient of the load-balancing loss, which is computed per sample; 0: off."""
     router_z_loss_coef: float = Field(0.0, ge=0.0)
     """Coefficient of the router z-loss, the mean squared log-sum-exp of the router logits; 0: off."""
-    q_lora_rank: int = Field(0, ge=0, le=10**6)
-    """MLA: rank of the query projection; 0: no MLA."""
-    kv_lora_rank: int = Field(0, ge=0, le=10**6)
-    """MLA: rank of the joint key/value projection; 0: no MLA."""
+    q_lora_rank: int = Field(0, ge=0, le=10**6)  # MLA: rank of the query projection; 0: no MLA
+    kv_lora_rank: int = Field(0, ge=0, le=10**6)  # MLA: rank of the joint key/value projection; 0: no MLA
     qk_rope_head_dim: int = Field(0, ge=0, le=10**6)
     """MLA: features per query and key head that carry RoPE, in addition to `head_dim`."""
 

@@ -62,12 +62,10 @@ class HuggingFaceConfig(ModuleConfig):
     name: str = "hf:llama"
     args: dict[str, Any] = {}
     """Fields of the model's config, which override those of the folder or the defaults of the type."""
-    vocab: int = Field(0, ge=0, le=10**7)
-    """Number of token ids; 0: that of the config."""
+    vocab: int = Field(0, ge=0, le=10**7)  # Number of token ids; 0: that of the config
     mask_token_id: int = Field(-1, ge=-1)
     """For models that fill in masks: the id of the mask. -1: that of the tokenizer, or else the last id is reserved."""
-    blocks: int = Field(0, ge=0, le=0)
-    """Not used: the number of layers is a field of `args`."""
+    blocks: int = Field(0, ge=0, le=0)  # Not used: the number of layers is a field of `args`
 
     @property
     def hf(self) -> Any:
