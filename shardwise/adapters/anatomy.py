@@ -17,11 +17,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.adapters.function_modes import FunctionalDropoutFinder
 from shardwise.errors import JobError
 from shardwise.models.trace import storage_key, tensors_in, with_fake_tensors
 
@@ -89,7 +89,7 @@ def find_anatomy(module: nn.Module, run: Run, trunk: str = "") -> Anatomy:
         tracker = _Tracker(module, Anatomy(blocks, stream_key=stream_key, flops=[0.0] * (len(blocks) + 2)))
         if not module.training and any(getattr(part, "layerdrop", 0) for part in module.modules()):
             tracker.found.random_module = "layerdrop"
-        with FunctionalDropoutFinder(tracker.note_random):
+        with _DropoutFinder(tracker):
             loss = _run_fake(module, run, tracker.hooks, tracker, TRACED_SAMPLES)
     except _ReadsValues as error:
         norms = [name for name, part in module.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
@@ -373,3 +373,17 @@ class _Tracker(TorchDispatchMode):
             is_own = name not in self.found.altered and all(name in self.enclosing.get(p, ()) for p in mine)
             if is_own and self.calls.get(name) == 1 and all(len(self.found.parts_of.get(p, ())) == 1 for p in mine):
                 yield name
+
+
+class _DropoutFinder(TorchFunctionMode):
+    """Notes functional dropout, also where it runs without training and nothing is drawn."""
+
+    def __init__(self, tracker: _Tracker):
+        super().__init__()
+        self.tracker = tracker
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is nn.functional.dropout and (kwargs.get("p", 0.5) if len(args) < 2 else args[1]):
+            self.tracker.note_random()
+        return func(*args, **kwargs)

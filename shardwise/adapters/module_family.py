@@ -1,8 +1,7 @@
 """The family of modules that are not ours: `model.name = "python:package.module:function"`, and those of a script.
 
-A script makes a `shardwise.Trainer` and calls one of its methods; `python train.py`, `torchrun train.py` and `shardwise
-run train.py` train the same. The process that the user started is the launcher, or under torchrun a rank. A worker that
-the launcher starts runs the script again, up to that call, and takes its task.
+A script makes a `shardwise.Trainer` and calls one of its methods. The process that the user started is the launcher, or
+under torchrun a rank. A worker that the launcher starts runs the script again, up to that call, and takes its task.
 """
 
 import copy
@@ -42,8 +41,7 @@ from shardwise.models.sharding import ShardingPlan
 from shardwise.models.trace import trace_family, trace_module
 
 SCRIPT_PREFIX = "script:"
-SCRIPT_TASKS: dict[str, Task] = {}
-"""The tasks that `shardwise.Trainer` was given in this process, by model name."""
+SCRIPT_TASKS: dict[str, Task] = {}  # those that `shardwise.Trainer` was given in this process, by model name
 _ANATOMIES: dict[Any, tuple[Anatomy, dict[str, int | None]]] = {}
 """By config: the module's anatomy, and which dimension is the samples in each dropout."""
 

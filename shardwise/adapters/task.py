@@ -54,17 +54,13 @@ class Task:
 
     model: Callable[[], nn.Module] | nn.Module
     """A class or function that builds the module, or a module, whose weights are then kept."""
-    loss: Callable[..., Tensor] | None = None
-    """From output and target to a scalar. None: the forward returns the loss."""
+    loss: Callable[..., Tensor] | None = None  # From output and target to a scalar. None: the forward returns the loss
     data: Any = None
     """A dataset: map-style, or iterable with `state_dict` and `load_state_dict`. None: the samples of the job's
     `[data]` section, as input_ids and labels; labels are the next tokens, -100 is ignored."""
-    validation: Any = None
-    """A map-style dataset of held-out samples."""
-    collate: Callable[[list[Any]], Any] | None = None
-    """From a list of samples to a batch; None: PyTorch's default."""
-    count: Callable[[Any], Any] | None = None
-    """From a batch to its number of targets; the loss is then a sum over them."""
+    validation: Any = None  # A map-style dataset of held-out samples
+    collate: Callable[[list[Any]], Any] | None = None  # From a list of samples to a batch; None: PyTorch's default
+    count: Callable[[Any], Any] | None = None  # From a batch to its number of targets; the loss is then a sum over them
     inputs: Callable[[Any], Any] | None = None
     """From a batch to the arguments of the forward: a dict, a tuple or a single one."""
     example_batch: Callable[[int], Any] | None = None
@@ -85,8 +81,7 @@ class Task:
     """Called with the module if context > 1, to make it attend through `shardwise.attention`."""
     dispatch_tokens: Callable[[nn.Module, Any], None] | None = None
     """Called with each module that stacks experts and a `TokenDispatcher`, if expert > 1."""
-    trunk: str = ""
-    """Name of the list of blocks, if it is not found or another one is wanted."""
+    trunk: str = ""  # Name of the list of blocks, if it is not found or another one is wanted
     plan: Mapping[str, str] = field(default_factory=dict)
     """Tensor parallelism by pattern of module names: colwise, rowwise, ..."""
 
@@ -183,8 +178,7 @@ class NumberedStream:
 
     def __init__(self, dataset: Any):
         self.dataset, self.iterator, self.next_index = dataset, iter(()), 0
-        self.states = {0: copy.deepcopy(dataset.state_dict())}
-        """By index of the next sample: the dataset's state."""
+        self.states = {0: copy.deepcopy(dataset.state_dict())}  # by index of the next sample: the dataset's state
 
     def __len__(self) -> int:
         return 2**40  # unknown

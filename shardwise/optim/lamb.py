@@ -1,8 +1,7 @@
 """LAMB (You et al. 2020): Adam's update, scaled per parameter by the trust ratio |weight| / |update|.
 
-PyTorch has no LAMB. Both norms are those of the full parameter: squares are summed over the ranks that shard it, for
-all parameters in one collective per axis. As in the authors' code, parameters without weight decay (norms, biases) take
-Adam's plain update. The trust ratio is unbounded, and 1 if either norm is zero.
+Both norms are those of the full parameter, summed over the ranks that shard it. As in the authors' code, parameters
+without weight decay (norms, biases) take Adam's plain update. The ratio is unbounded, and 1 if either norm is zero.
 """
 
 from typing import Any

@@ -115,10 +115,8 @@ def verify(
             record = run_world(_compare_layout, layout.world, job, layout, reference, steps)[0]
         except RunError as error:
             record = VerifyResult(str(layout), ok=False, failure=_shorten_error(error))
-        if record.first_difference is not None:
-            record = replace(
-                record, hint=job.family.explain_difference(job.model, layout, record.first_difference.kind)
-            )
+        if (first := record.first_difference) is not None:
+            record = replace(record, hint=job.family.explain_difference(job.model, layout, first.kind))
         records.append(record)
         report(record)
     return records
