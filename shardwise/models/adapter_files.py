@@ -95,9 +95,8 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         unsupported = [
             field for field, value in asked.items() if value not in (None, [], "none") and value is not False
         ]
-        patterns = [
-            name for name in (*found["targets"], *found["ranks"], *found["alphas"]) if not PLAIN.fullmatch(name)
-        ]
+        names = (*found["targets"], *found["ranks"], *found["alphas"])
+        patterns = [name for name in names if not PLAIN.fullmatch(name)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise JobError(f"model.lora.adapter: {folder / CONFIG_FILE} cannot be read: {error}.") from None
     if config.get("peft_type") != "LORA" or unsupported or patterns:

@@ -73,9 +73,8 @@ def _check_plain(value: object, allows_bool: bool, limit: int) -> None:
         raise ValueError(f"{shorten(value)} is beyond {float(limit):g}, the bound of every number here")
     if isinstance(value, str) and "\0" in value:
         raise ValueError("it contains a NUL character")
-    for item in (
-        [*value, *value.values()] if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    ):
+    items = [*value, *value.values()] if isinstance(value, Mapping) else value
+    for item in items if isinstance(items, list | tuple) else ():
         _check_plain(item, allows_bool, limit)
 
 

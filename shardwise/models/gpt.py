@@ -85,8 +85,7 @@ def sharding_plan(config: DecoderConfig) -> sharding.ShardingPlan:
     rope_dim = config.qk_rope_head_dim if isinstance(config, MoEConfig) else 0
     hidden_std = config.init_std * math.sqrt(mup_width_multiplier(config))
     residual_std = hidden_std / math.sqrt(2 * config.layers)  # GPT-2: of the matrices that write to the residual stream
-    by_query = [_query_head_rows(config, query) for query in range(config.heads)]
-    query_rows, value_columns = zip(*by_query)
+    query_rows, value_columns = zip(*(_query_head_rows(config, query) for query in range(config.heads)))
     return sharding.ShardingPlan(
         shard_dims=(
             sharding.Rowwise("embed.tokens.weight", dim=0),

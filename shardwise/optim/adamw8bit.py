@@ -37,10 +37,9 @@ class AdamW8bit(ShardedOptimizer):
 
     def state_for_checkpoint(self, weight: Tensor) -> dict[str, Tensor]:
         """Returns dequantized moments in host memory, since the device may lack room for them."""
-        state = self.state.get(weight, {})
         return {
             key: self._load_moment(self.shards[weight], key, torch.device("cpu")) if key in MOMENT_IS_SIGNED else value
-            for key, value in state.items() if not key.endswith("_scale")
+            for key, value in self.state.get(weight, {}).items() if not key.endswith("_scale")
         }  # fmt: skip
 
     def after_load(self) -> None:

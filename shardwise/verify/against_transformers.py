@@ -53,10 +53,8 @@ def compare_with_transformers(job: Job, samples: int = 2) -> TransformersCompari
     with torch.no_grad():
         for weight in ours.parameters():  # biases and norms too, which start at 0 and 1
             weight.add_(0.05 * torch.randn(weight.shape, dtype=weight.dtype, generator=generator))
-    weights = {name: weight.detach() for name, weight in ours.named_unique_parameters()}
-    named = dict(reference.named_parameters())
-    with torch.no_grad():
-        for name, value in _in_module(job, reference, weights).items():
+        named = dict(reference.named_parameters())
+        for name, value in _in_module(job, reference, dict(ours.named_unique_parameters())).items():
             named[name].copy_(value)
     tokens = torch.randint(0, job.model.vocab_size, (samples, job.model.sequence_length), generator=generator)
     logits = ours(tokens, ids=torch.arange(samples))

@@ -159,16 +159,13 @@ def make_stream(job: Job) -> SampleStream:
     return job_stream(job, source if has_one_target else IgnoredTargetsSource(source, 0, len(source)))
 
 
-def _learning_rates(job: Job, steps: int) -> list[float]:
-    return [job_learning_rate(job, number, steps) for number in range(steps)]
-
-
 def _run_reference(
     job: Job, steps: int, layout: Layout | None = None, emulate: Emulation | None = None
 ) -> list[dict[str, Any]]:
     """Runs the single-process reference; with a layout, it emulates that layout's local SGD."""
     record = partial(record_outputs, meta_model(job.model, job.seed).sharding_plan.compared_modules)
-    arguments = job, make_stream(job), _learning_rates(job, steps), record, Precision(job.precision).master_dtype
+    learning_rates = [job_learning_rate(job, number, steps) for number in range(steps)]
+    arguments = job, make_stream(job), learning_rates, record, Precision(job.precision).master_dtype
     if layout is not None and job.local_sgd.every > 1:
         by_replica = run_local_sgd_reference(layout.replicate, arguments)
         records = [{"replicas": list(replicas)} for replicas in zip(*by_replica, strict=True)]
@@ -319,12 +316,12 @@ def _compare_layout(job: Job, layout: Layout, reference: list[dict[str, Any]], s
     engine.begin_stream(job, stream)
     comparison = Comparison(job, engine)
     record = partial(record_outputs, engine.chains[0].sharding_plan.compared_modules)
-    for number, (lr, expected) in enumerate(zip(_learning_rates(job, steps), reference, strict=True)):
+    for number, expected in enumerate(reference):
         comparison.step = number
         if engine.outer_optimizer is not None:
             expected = expected["replicas"][engine.mesh["local_sgd"].index]
         samples = stream.read(rank_positions(number, job.samples, layout.data, engine.mesh["loader"].index))
-        set_learning_rate(optimizer, lr)
+        set_learning_rate(optimizer, job_learning_rate(job, number, steps))
         engine.data.compression_paused = number < job.gradient.uncompressed_steps(steps)
         outputs: dict[str, list[Tensor]] = {}
         # torch.compile would trace the hooks: blocks would recompile in each step and differ from those in training.
