@@ -32,9 +32,8 @@ from shardwise import cli, errors
 from shardwise.files import parse_toml
 from shardwise.job import Job
 from shardwise.layout import SCHEDULES, Layout, micro_batch_error
-from shardwise.models.config import Count, LoRA, ModelConfig
+from shardwise.models.config import PRESETS, Count, LoRA, ModelConfig
 from shardwise.models.gpt_family import DecoderConfig
-from shardwise.models.presets import PRESETS
 from shardwise.models.registry import BUILT_IN
 from shardwise.verify import parity
 
@@ -92,10 +91,12 @@ def sentence(text: str) -> str:
 
 
 def docstrings(kind: type) -> dict[str, str]:
-    """Returns the docstring below each field of a class, read from its source since Python drops them."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    """Returns the comment beside or the docstring below each field of a class, read from its source."""
+    source = textwrap.dedent(inspect.getsource(kind))
+    body = ast.parse(source).body[0]
     assert isinstance(body, ast.ClassDef)
-    texts = {}
+    comments = re.findall(r"^    (\w+): [^#\n]*  # (?!type:|noqa)(.+)$", source, re.MULTILINE)
+    texts = dict(comments)
     for statement, following in zip(body.body, body.body[1:]):
         match statement, following:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):

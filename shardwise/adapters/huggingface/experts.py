@@ -1,8 +1,7 @@
 """Experts of transformers' models on the ranks of the expert axis.
 
-transformers' experts modules hold the stacked weights of all experts of a layer, and get each token's experts and
-their weights. A rank keeps some experts: tokens are sorted by expert, sent to the ranks that have them, go through
-the module's own forward with one expert each, and come back to be weighted and summed.
+A rank keeps some of the experts that a module of transformers has stacked. Tokens are sorted by expert, sent to the
+ranks that have them, go through the module's own forward with one expert each, and come back to be weighted and summed.
 """
 
 from typing import Any
