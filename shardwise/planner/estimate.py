@@ -59,17 +59,9 @@ class StagePartition(NamedTuple):
     representative_ranks: tuple[int, ...]
     distinct_ranks: tuple[StageLayers, ...]
 
-
-class ModuleLoad(NamedTuple):
-    """Seconds of forward and backward of one micro-batch through a block, the embedding and the head."""
-
-    block: float
-    first: float
-    last: float
-
-    def slowest_rank_time(self, partition: StagePartition) -> float:
-        block, first, last = self
-        return max([n * block + (first if a else 0.0) + (last if b else 0.0) for n, a, b in partition.distinct_ranks])
+    def largest_sum(self, block: float, first: float, last: float) -> float:
+        """Returns the largest `StageLayers.sum` of a rank."""
+        return max([n * block + a * first + b * last for n, a, b in self.distinct_ranks])
 
 
 @dataclass(frozen=True)
@@ -126,7 +118,8 @@ class Estimator:
             peaks = self.auto_schedule(layout).program.peak_in_flight(rank) if is_auto else None
             return engine.memory(layout, rank, micro_batches, self.work.framework_profile, peaks)
         inputs, stage = self.memory_inputs(layout), self.stages(layout).ranks[rank]
-        return memory_model.rank_memory(inputs, layout, rank, stage, micro_batches)
+        profiles = self.work.framework_profile, self.work.kernel_profile.itemsize
+        return memory_model.rank_memory(inputs, *profiles, layout, rank, stage, micro_batches)
 
     @staticmethod
     def is_auto_schedule(layout: Layout) -> bool:
@@ -172,8 +165,8 @@ class Estimator:
     def step_time(self, layout: Layout, pipeline: float) -> float:
         """Returns the seconds of a step whose micro-batches take `pipeline` seconds."""
         if self.efficiency.uncontended_speedup > 1.0 and layout.pipeline > 1:  # idle ranks leave their cores to others
-            load = self.module_load(layout)
-            balanced = (self.work.shape.layers * load.block + load.first + load.last) / layout.pipeline
+            whole_model = StageLayers(self.work.shape.layers, True, True)
+            balanced = whole_model.sum(*self.module_load(layout)) / layout.pipeline
             balanced = self.micro_batches(layout) * (balanced + self.exposed_p2p(layout))
             pipeline = max(pipeline / self.efficiency.uncontended_speedup, balanced)
         return (pipeline + sum(self.per_step_times(layout)) + self.efficiency.fixed_seconds) * self.jitter(layout.world)
@@ -183,12 +176,13 @@ class Estimator:
 
     def slowest_rank_time(self, layout: Layout) -> float:
         """Returns the seconds per micro-batch of the slowest rank, with exposed communication."""
-        return self.exposed_p2p(layout) + self.module_load(layout).slowest_rank_time(self.stages(layout))
+        return self.exposed_p2p(layout) + self.stages(layout).largest_sum(*self.module_load(layout))
 
-    def module_load(self, layout: Layout) -> ModuleLoad:
+    def module_load(self, layout: Layout) -> tuple[float, float, float]:
+        """Returns the seconds of one micro-batch, forward and backward, through a block, the embedding and the head."""
         block = self.block_time(layout)
         _, first, last = self.module_times(self.parallel_degrees(layout))
-        return ModuleLoad(block.forward + block.backward, first.total, last.total)
+        return block.forward + block.backward, first.total, last.total
 
     def stage_costs(self, layout: Layout) -> StageCosts:
         """Returns the seconds of each stage. Exposed transfers count as work of both sender and receiver."""
@@ -214,10 +208,10 @@ class Estimator:
     )  # fmt: skip
     def per_step_times(self, layout: Layout) -> tuple[float, float]:
         """Returns exposed seconds per step of data-parallel communication and of the update, on the fullest rank."""
-        block, weights = self.block_time(layout), self.memory_inputs(layout).weights
+        block, inputs = self.block_time(layout), self.memory_inputs(layout)
         ranks, micro_batches = self.stages(layout).ranks, self.micro_batches(layout)
-        fullest = max((ranks[0], ranks[-1]), key=weights.of_stage)
-        dense_weights, experts = weights.of_stage(fullest), fullest.blocks * weights.experts
+        fullest = max((ranks[0], ranks[-1]), key=inputs.dense_weights)
+        dense_weights, experts = inputs.dense_weights(fullest), fullest.blocks * inputs.expert_weights
         data = self.data(layout, dense_weights, experts, fullest.blocks * (block.forward + block.backward))
         updated = memory_model.sharded_weights(layout, dense_weights, experts)
         update_bytes = self.work.framework_profile.update_bytes
@@ -277,9 +271,29 @@ class Estimator:
 
     @cached_by(memory_inputs_key)
     def memory_inputs(self, layout: Layout) -> MemoryInputs:
-        w, expert_tensor = self.work, self.parallel_degrees(layout).expert_tensor
-        itemsize = w.kernel_profile.itemsize
-        return memory_model.make_memory_inputs(w.shape, itemsize, w.framework_profile, layout, expert_tensor)
+        shape, itemsize, t = self.work.shape, self.work.kernel_profile.itemsize, layout.tensor
+        tokens, share = layout.micro_batch * shape.sequence / layout.context, shape.sparse_layers / shape.layers
+        dense_weights, head_weights = shape.attention_weights + shape.dense_ffn_weights, shape.vocab * shape.width / t
+        dense = self.activation_bytes(layout, False)
+        sparse = self.activation_bytes(layout, True) if share else dense
+        saved_all, selective, full = ((1 - share) * d + share * s for d, s in zip(dense, sparse, strict=True))
+        kept_fraction, hidden_bytes = layout.kept_fraction, itemsize * tokens * shape.width
+        saved_by_policy = {"none": saved_all, "selective": selective, "full": full}
+        return MemoryInputs(
+            block_weights=(1 - share) * (dense_weights / t) + share * (shape.non_expert_weights / t),
+            expert_weights=share * shape.expert_weights / layout.expert / self.parallel_degrees(layout).expert_tensor,
+            first_weights=shape.embedding_weights / t, head_weights=head_weights,
+            last_weights=0.0 if shape.tied and layout.pipeline == 1 else head_weights,
+            saved_per_block=saved_by_policy.get(
+                layout.recompute, kept_fraction * saved_all + (1 - kept_fraction) * full
+            ),
+            recomputed_per_block=0.0 if layout.recompute == "none" else saved_all,
+            logits=self.work.framework_profile.logits * tokens * shape.logit_fraction * shape.vocab / t,
+            hidden_bytes=hidden_bytes, recv_buffer_bytes=hidden_bytes / t, kept_fraction=kept_fraction,
+        )  # fmt: skip
+
+    def activation_bytes(self, layout: Layout, sparse: bool) -> tuple[float, float, float]:
+        return memory_model.block_activation_bytes(self.work.shape, self.work.kernel_profile.itemsize, layout, sparse)
 
     @cached_by(
         lambda self, layout: (
@@ -293,8 +307,8 @@ class Estimator:
         backward_extra = inner.traffic
         moved = self.work.framework_profile.cast_bytes
         if moved and not self.keeps_compute_copy(layout):
-            weights = self.memory_inputs(layout).weights
-            backward_extra += self.machine.bulk_memory_time(moved * (weights.block + weights.experts))
+            weights = self.memory_inputs(layout)
+            backward_extra += self.machine.bulk_memory_time(moved * (weights.block_weights + weights.expert_weights))
         forward = self.machine.bottleneck_time(inner.forward + inner.traffic, inner.launch_seconds)
         backward = self.machine.bottleneck_time(inner.backward + backward_extra, 2 * inner.launch_seconds)
         backward += recompute_fraction * forward
@@ -319,10 +333,10 @@ class Estimator:
     def _weight_gather_time(self, layout: Layout) -> float:
         """Returns the seconds to all-gather a block's weights over the shard axis, or to reduce-scatter gradients."""
         stride, size = layout.tensor * layout.context, self.work.kernel_profile.itemsize
-        weights = self.memory_inputs(layout).weights
-        bucket = size * weights.block / self.gathers_per_block
-        gather = self.machine.all_gather(size * weights.block, layout.shard, stride, bucket)
-        return gather + self.machine.all_gather(size * weights.experts, max(1, layout.shard // layout.expert), stride)
+        inputs = self.memory_inputs(layout)
+        block, experts = (size * w for w in (inputs.block_weights, inputs.expert_weights))
+        gather = self.machine.all_gather(block, layout.shard, stride, block / self.gathers_per_block)
+        return gather + self.machine.all_gather(experts, max(1, layout.shard // layout.expert), stride)
 
     def exposed_p2p(self, layout: Layout) -> float:
         """Returns the exposed seconds of transfers between stages, per micro-batch and rank."""

@@ -18,7 +18,7 @@ from shardwise.models.operator_costs import OperatorCosts
 from shardwise.planner.costs.block_time import KernelProfile, ModuleTime, ParallelDegrees
 from shardwise.planner.costs.cached import cached_by
 from shardwise.planner.costs.machine import Machine
-from shardwise.planner.costs.memory_model import MemoryInputs, WeightCounts
+from shardwise.planner.costs.memory_model import MemoryInputs
 from shardwise.planner.costs.model_shape import OperatorListModel
 from shardwise.planner.estimate import Estimator, memory_inputs_key
 
@@ -74,10 +74,6 @@ class OperatorListEstimator(Estimator):
         first, blocks, last = self._split_ends(layout.micro_batch, layout.tensor)
         itemsize = self.work.kernel_profile.itemsize
         typical = max if layout.pipeline > 1 else mean  # some stage has only the largest blocks
-        weights = WeightCounts(
-            typical(module.parameters for module in blocks), 0.0, sum(module.parameters for module in first),
-            sum(module.parameters for module in last),
-        )  # fmt: skip
         saved_all = typical(module.saved_bytes for module in blocks)
         inputs = typical(module.output_bytes for module in blocks)
         product_sizes = [[itemsize * p.groups * p.rows * p.columns for p in block.products] for block in blocks]
@@ -88,11 +84,14 @@ class OperatorListEstimator(Estimator):
             saved = min(saved_all, matmul_outputs + inputs)
         hidden_bytes = max(module.output_bytes for module in (*first, *blocks))
         recomputes = layout.recompute != "none"
+        first_weights = sum(module.parameters for module in first)
         return MemoryInputs(
-            weights, self.work.framework_profile, itemsize, saved + (1 - kept_fraction) * inputs,
+            typical(module.parameters for module in blocks), 0.0, first_weights,
+            last_weights=sum(module.parameters for module in last),
+            saved_per_block=saved + (1 - kept_fraction) * inputs,
             recomputed_per_block=max(module.saved_bytes for module in blocks) if recomputes else 0.0,
             logits=sum(module.saved_bytes for module in last), hidden_bytes=hidden_bytes,
-            recv_buffer_bytes=hidden_bytes, kept_fraction=kept_fraction, head_weights=weights.first,
+            recv_buffer_bytes=hidden_bytes, kept_fraction=kept_fraction, head_weights=first_weights,
         )  # fmt: skip
 
     def data(self, layout: Layout, dense_weights: float, experts: float, last_pass: float) -> float:

@@ -79,7 +79,7 @@ def _fastest_layouts(estimator: Estimator, classes: TimedLayouts, keep: int) -> 
                 load = estimator.module_load(candidate)
                 for schedule, virtual, stages in schedules_by_shape[key]:
                     evaluated += 1
-                    busy = micro_batches * load.slowest_rank_time(stages) / estimator.efficiency.uncontended_speedup
+                    busy = micro_batches * stages.largest_sum(*load) / estimator.efficiency.uncontended_speedup
                     floor = (busy + estimator.efficiency.fixed_seconds) * jitter
                     if floor > slowest:
                         continue
