@@ -59,14 +59,15 @@ def laws_fit(
     as_json: JsonFlag = False,
 ) -> None:
     """Fits L(N, D) = E + A / N^alpha + B / D^beta to runs, with confidence intervals, residuals and outliers."""
+    from shardwise.files import write_text
     from shardwise.laws.command import fit_lines
     from shardwise.laws.fit import fit_scaling_law
-    from shardwise.laws.fitted_law import fit_as_dict, write_fit
+    from shardwise.laws.fitted_law import fit_as_dict
     from shardwise.laws.runs import read_runs
 
     values = fit_as_dict(fit_scaling_law(read_runs(runs, counts), drop, draws, seed))
     if out is not None:
-        write_fit(out, values)
+        write_text(out, json.dumps(values) + "\n")
     _print(values, fit_lines(values), as_json)
 
 

@@ -115,7 +115,6 @@ def test_timeline_by_hand() -> None:
         (0, "B", 0): (6.0, 8.0), (1, "F", 1): (6.0, 8.0), (1, "B", 1): (8.0, 11.0), (0, "B", 1): (11.0, 13.0),
     }  # fmt: skip
     assert result.seconds == 13.0
-    assert result.bubble == pytest.approx((1 - 6 / 13, 1 - 10 / 13))
 
 
 def test_pair_is_sent_together() -> None:

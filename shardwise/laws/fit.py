@@ -82,16 +82,6 @@ class ScalingLawFit:
         """Robust standard deviation of the residuals."""
         return float(median_abs_deviation(residuals(self.law, self.runs), scale="normal"))
 
-    def constants(self) -> dict[str, dict[str, float]]:
-        """Returns value, 95% interval and standard error of each constant."""
-        result = {}
-        for name in CONSTANTS:
-            samples = getattr(self.bootstrap_samples, name)
-            low, high = interval(samples)
-            result[name] = {"value": getattr(self.law, name), "low": low, "high": high,
-                            "standard_error": float(np.std(samples))}  # fmt: skip
-        return result
-
 
 def interval(values: Any) -> tuple[float, float]:
     """Returns the central 95% interval of samples."""

@@ -1,6 +1,5 @@
 """Fitted laws as JSON, and the built-in law, which `published_law.toml` documents."""
 
-import json
 import tomllib
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import DataError
-from shardwise.files import parse_json, write_text
+from shardwise.files import parse_json
 from shardwise.laws import fit as fitting
 from shardwise.laws.fit import BOOTSTRAP_SAMPLES, CONSTANTS, ScalingLaw, ScalingLawFit
 from shardwise.laws.runs import PARAMETER_SCOPES
@@ -23,7 +22,7 @@ class FittedLaw:
 
     law: ScalingLaw
     bootstrap_samples: ScalingLaw
-    residual_std: float  # robust standard deviation of the log-loss residuals
+    residual_std: float
     fitted_ranges: dict[str, tuple[float, float]]  # minimum and maximum of each of `RANGES` among the fitted runs
     parameter_scope: str
     source: str
@@ -33,12 +32,18 @@ def fit_as_dict(fit: ScalingLawFit) -> dict[str, Any]:
     """Returns a fit as JSON values; `parse_fitted_law` reads them back."""
     runs, law = fit.runs, fit.law
     exponent = law.beta / (law.alpha + law.beta)
+    constants: dict[str, Any] = {}
+    for name in CONSTANTS:
+        samples = getattr(fit.bootstrap_samples, name)
+        low, high = fitting.interval(samples)
+        constants[name] = {"value": getattr(law, name), "low": low, "high": high,
+                           "standard_error": float(np.std(samples))}  # fmt: skip
     is_outlier = np.isin(np.arange(len(runs)), fitting.find_outliers(law, runs))
     columns = {"run": runs.names, "parameters": runs.parameters, "tokens": runs.tokens, "loss": runs.loss,
                "residual": fitting.residuals(law, runs), "outlier": is_outlier}  # fmt: skip
     rows = zip(*(np.asarray(column).tolist() for column in columns.values()))
     return {
-        **fit.constants(),
+        **constants,
         "parameter_scope": runs.parameter_scope,
         "runs": len(runs),
         "dropped": list(fit.dropped.names),
@@ -49,13 +54,6 @@ def fit_as_dict(fit: ScalingLawFit) -> dict[str, Any]:
         "residuals": [dict(zip(columns, row)) for row in rows],
         "bootstrap_samples": [[float(f"{value:.9g}") for value in row] for row in fit.bootstrap_samples.as_array().T],
     }
-
-
-def write_fit(path: Path, values: dict[str, Any]) -> None:
-    try:
-        write_text(path, json.dumps(values) + "\n")
-    except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror}.") from None
 
 
 def read_fitted_law(path: Path) -> FittedLaw:

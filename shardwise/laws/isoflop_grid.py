@@ -75,11 +75,8 @@ def write_grid(jobs: Sequence[GridJob]) -> list[dict[str, Any]]:
         tokens = job.total_steps * job.samples * model.sequence
         size = f"{flops:.3g} FLOPs as the planner counts them, {parameters:,} parameters, {tokens:,} tokens"
         header = f"# A run of an iso-FLOP grid: {size}.\n#\n#   shardwise train {path}\n\n"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(path, header + tomli_w.dumps(job.model_dump(exclude_unset=True)))
-        except OSError as error:
-            raise JobError(f"{path} cannot be written: {error.strerror}.") from None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, header + tomli_w.dumps(job.model_dump(exclude_unset=True)))
         rows.append({
             "file": str(path), "flops": flops, "parameters": parameters, "width": model.width, "layers": model.layers,
             "tokens": tokens, "batch": job.samples, "steps": job.total_steps, "lr": job.optimizer.lr,

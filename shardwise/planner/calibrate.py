@@ -23,11 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
-from shardwise.bench.comm import ping_pong
 from shardwise.bench.train_step import bench_step
 from shardwise.cluster import CLUSTERS, Cluster, LinkSpec, cluster_by_driver_name, write_cluster
 from shardwise.comm.axis import Axis
-from shardwise.comm.collectives import all_gather, reduce_scatter
+from shardwise.comm.collectives import all_gather, ping_pong, reduce_scatter
 from shardwise.comm.world import run_world
 from shardwise.errors import JobError, suggest
 from shardwise.files import require_parent_folder

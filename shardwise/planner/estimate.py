@@ -103,7 +103,6 @@ class Estimator:
         self.schedule_time: ScheduleTime = step_seconds
 
     def predict(self, layout: Layout) -> Prediction:
-        """Returns the full prediction."""
         pipeline = self.pipeline_time(layout, self.schedule_time)
         bubble = 1.0 - self.micro_batches(layout) * self.slowest_rank_time(layout) / pipeline
         _, update = self.per_step_times(layout)
@@ -111,7 +110,6 @@ class Estimator:
         return Prediction(layout, self.step_time(layout, pipeline), bubble, update, memory, self.exposed(layout))
 
     def memory(self, layout: Layout, rank: int) -> RankMemory:
-        """Returns the memory of a pipeline rank."""
         engine, micro_batches = self.work.engine, self.micro_batches(layout)
         if engine is not None and layout.context == layout.expert == 1:
             is_auto = self.is_auto_schedule(layout)
@@ -128,7 +126,6 @@ class Estimator:
 
     @cached_by(lambda self, layout: layout)
     def auto_schedule(self, layout: Layout) -> Simulation:
-        """Synthesizes the schedule of `schedule=auto`."""
         engine, count = self.work.engine, self.micro_batches(layout)
         assert engine is not None
         return make_auto_schedule(
@@ -146,7 +143,6 @@ class Estimator:
         return all(self.memory(layout, rank).total <= limit for rank in self.stages(layout).representative_ranks)
 
     def predict_seconds(self, layout: Layout) -> float:
-        """Returns the seconds of a step."""
         return self.step_time(layout, self.pipeline_time(layout, self.schedule_time))
 
     def min_seconds(self, layout: Layout) -> float:
@@ -188,16 +184,14 @@ class Estimator:
         """Returns the seconds of each stage. Exposed transfers count as work of both sender and receiver."""
         block, hop = self.block_time(layout), self.exposed_p2p(layout) / (2 * layout.stages_per_rank)
         _, first, last = self.module_times(self.parallel_degrees(layout))
+        forwards = block.forward, first.forward + first.traffic, last.forward + last.traffic
+        backwards = block.backward, first.backward + first.traffic, last.backward + last.traffic
         stage_times: dict[StageLayers, tuple[float, float, float]] = {}
         stages = self.stages(layout).stages
         for stage in set(stages):
-            ends = [end for end, has_end in ((first, stage.first), (last, stage.last)) if has_end]
-            forward = stage.blocks * block.forward + sum([end.forward + end.traffic for end in ends])
-            backward = stage.blocks * block.backward + sum([end.backward + end.traffic for end in ends])
-            weight = stage.blocks * block.weight_grad + sum([end.weight_grad for end in ends])
-            stage_times[stage] = forward + hop, backward - weight + hop, weight
-        forward_, input_, weight_ = zip(*[stage_times[stage] for stage in stages])
-        costs = StageCosts(forward_, input_, weight_)
+            weight = stage.sum(block.weight_grad, first.weight_grad, last.weight_grad)
+            stage_times[stage] = stage.sum(*forwards) + hop, stage.sum(*backwards) - weight + hop, weight
+        costs = StageCosts(*zip(*[stage_times[stage] for stage in stages]))
         return costs.as_executed() if layout.has_split_backward else costs
 
     @cached_by(

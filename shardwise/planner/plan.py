@@ -84,21 +84,18 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         hours = self.training_seconds / 3600
-        layouts = [self._layout_as_dict(*pair) for pair in zip(self.layouts, self.reasons, strict=True)]
+        layouts = [
+            {
+                "layout": str(p.layout), "fits": self.fits(p), "step_seconds": p.seconds,
+                "tokens_per_second_per_device": self.tokens_per_second(p), "model_flops_per_device": self.flops(p),
+                "hardware_flops_per_device": self.hardware_flops(p), "peak_memory_gib": p.peak_memory / GIB,
+                "bubble": p.bubble, "exposed": p.exposed, "reason": reason,
+            } for p, reason in zip(self.layouts, self.reasons, strict=True)
+        ]  # fmt: skip
         return {
             "search_seconds": self.seconds, "evaluated": self.evaluated, "layouts": layouts,
             "near_misses": list(self.near_misses),
             "training": {"steps": self.job.total_steps, "hours": hours, "device_hours": hours * self.devices},
-        }  # fmt: skip
-
-    def _layout_as_dict(self, prediction: Prediction, reason: str) -> dict[str, Any]:
-        return {
-            "layout": str(prediction.layout), "fits": self.fits(prediction), "step_seconds": prediction.seconds,
-            "tokens_per_second_per_device": self.tokens_per_second(prediction),
-            "model_flops_per_device": self.flops(prediction),
-            "hardware_flops_per_device": self.hardware_flops(prediction),
-            "peak_memory_gib": prediction.peak_memory / GIB, "bubble": prediction.bubble, "exposed": prediction.exposed,
-            "reason": reason,
         }  # fmt: skip
 
 

@@ -140,14 +140,6 @@ class Simulation:
     def seconds(self) -> float:
         return max(self.end_times)
 
-    @cached_property
-    def bubble(self) -> tuple[float, ...]:
-        """Idle fraction of the step, by rank."""
-        busy = [0.0] * self.program.ranks
-        for (rank, *_), start, end in zip(self.program.instructions, self.start_times, self.end_times):
-            busy[rank] += end - start
-        return tuple(1.0 - time / self.seconds for time in busy)
-
     @property
     def timeline(self) -> list[TimelineEvent]:
         parts = zip(self.program.instructions, self.program.actions, self.start_times, self.end_times)
