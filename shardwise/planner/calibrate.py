@@ -74,17 +74,15 @@ def calibrate_to_file(out: Path, processes: int, device: str) -> str:
 def calibrate(kind: str, processes: int) -> Cluster:
     """Measures this machine as a cluster of `processes` ranks."""
     if kind == "cuda":
-        return _make_cluster(kind, torch.cuda.device_count(), _measure_process(kind), None)
-    measurements, link = [run_world(_measure_process, processes, kind, is_fresh_process=FRESH_PROCESSES)], None
+        return _make_cluster(kind, torch.cuda.device_count(), _measure_process(kind))
+    measurements = [run_world(_measure_process, processes, kind, is_fresh_process=FRESH_PROCESSES)]
     if processes > 1:
         measurements.append(run_world(_measure_links, processes, is_fresh_process=FRESH_PROCESSES))
     values = {key: statistics.mean(rank[key] for rank in ranks) for ranks in measurements for key in ranks[0]}
-    if processes > 1:
-        link = LinkSpec(values["link_bandwidth"], values["p2p_latency"])
-    return _make_cluster(kind, processes, values, link)
+    return _make_cluster(kind, processes, values)
 
 
-def _make_cluster(kind: str, processes: int, values: dict[str, float], link: LinkSpec | None) -> Cluster:
+def _make_cluster(kind: str, processes: int, values: dict[str, float]) -> Cluster:
     """Returns the cluster with its data-sheet peaks, if the device is known, and measured efficiencies."""
     if kind == "cuda":
         name, memory = torch.cuda.get_device_name(), float(torch.cuda.mem_get_info()[1])
@@ -97,8 +95,10 @@ def _make_cluster(kind: str, processes: int, values: dict[str, float], link: Lin
         measured = {dtype_name: values[dtype_name] for dtype_name in DTYPES if dtype_name in values}
         peaks = {"peak_by_precision": measured, "bandwidth": values["copy_bandwidth"], "compute_units": 1}
     device = replace(base.device, name=name, memory=memory, **peaks)
-    inner, outer = link or base.inner, link or base.outer
-    cluster = replace(base, device=device, domain_size=max(processes, 1), inner=inner, outer=outer)
+    cluster = replace(base, device=device, domain_size=max(processes, 1))
+    if "link_bandwidth" in values:
+        link = LinkSpec(values["link_bandwidth"], values["p2p_latency"])
+        cluster = replace(cluster, inner=link, outer=link)
     return replace(cluster, measured=_fit_efficiencies(cluster, values))
 
 

@@ -16,7 +16,7 @@ from urllib.parse import quote
 import numpy as np
 
 from shardwise.console import align_columns
-from shardwise.files import require_parent_folder, write_text
+from shardwise.files import write_text
 from shardwise.watch.page_data import category_label, page_data, seconds_by_rank, summary_sentences
 from shardwise.watch.run_data import TIME_CATEGORIES, RunData, goodput
 
@@ -60,11 +60,6 @@ def write_report(folder: Path) -> Path:
     path = run.path / "report.html"
     write_text(path, render_page(page_data(run), f"{run.name}: {run.status}"))
     return path
-
-
-def write_page(payload: dict[str, Any], title: str, path: Path) -> None:
-    require_parent_folder(path)
-    write_text(path, render_page(payload, title))
 
 
 def _read_asset(name: str) -> str:
