@@ -81,7 +81,6 @@ class StepReport:
 
 
 def bench_step(job: Job, device: torch.device, steps: int = 10, warmup_steps: int = WARMUP_STEPS) -> StepReport:
-    """Benchmarks a job on one device, after `warmup_steps` steps."""
     layout = Layout() if job.layout == "auto" else Layout.parse(job.layout)
     if layout.world > 1:
         raise LayoutError(f"layout '{layout}': `bench step` runs on one device; remove the layout from the job.")
@@ -156,14 +155,12 @@ def _profile_step(engine: Engine, step_fn: Callable[[], Any], device: torch.devi
 
 
 def classify_kernel(kernel: str) -> str:
-    """Returns the kind of a kernel, judging by its name."""
     kinds = (kind for kind, pattern in KERNEL_PATTERNS.items() if re.search(pattern, kernel, re.IGNORECASE))
     return next(kinds, "elementwise")
 
 
 @contextmanager
 def _annotate_head(engine: Engine) -> Iterator[None]:
-    """Annotates the head's forward for the profiler."""
     modules = [module for chain in engine.chains for module in chain.modules()]
     heads = [module for module in modules if isinstance(module, gpt.DecoderHead | bert.BertHead)]
     for head in heads:

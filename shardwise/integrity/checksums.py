@@ -196,7 +196,6 @@ class RedundantCompute:
         return [rank for rank, vote in enumerate(votes) if vote != (value, value)]
 
     def _broadcast_owner_batch(self, micro_batch: Samples) -> Samples:
-        """Broadcasts the owner's micro-batch to all data-parallel ranks."""
         tensors = [tensor.clone() for tensor in micro_batch.tensors]
         for tensor in tensors:
             dist.broadcast(tensor, group=self.data.group, group_src=self.owner)

@@ -91,7 +91,6 @@ class CorruptionDetector:
             self.expected = self.observed = self._compute(self._tracked_state())
 
     def before_step(self, step: int, samples: Samples) -> None:
-        """Call before each step."""
         if self.enabled:
             self.redundant_compute.before_step(step, samples)
 
@@ -102,7 +101,6 @@ class CorruptionDetector:
             self.gradients = self._compute(self.state_checksums.gradients())
 
     def after_step(self) -> None:
-        """Call after the optimizer step."""
         if self.enabled:
             # The first step creates optimizer states; they come after the weights.
             self.changed = self.observed.values[: len(self.expected.values)] != self.expected.values
@@ -151,8 +149,6 @@ class CorruptionDetector:
             self.checksums = compute_checksums(state, self.device)
         if self.reduce_flags(0)[1]:
             self._report(self._locate_corruption(step))
-
-    # Internals
 
     def _tracked_state(self) -> list[TrackedTensor]:
         return self.state_checksums.weights() + self.state_checksums.states()

@@ -17,7 +17,6 @@ DESIGN_COLUMNS = (
 
 
 def design_lines(rows: Sequence[dict[str, Any]], folder: Path) -> Iterator[str]:
-    """Yields a table of the jobs of a grid."""
     yield " ".join(f"{key:{width}}" for key, width, _ in DESIGN_COLUMNS)
     for row in rows:
         yield " ".join(f"{format(row[key], number_format):{width}}" for key, width, number_format in DESIGN_COLUMNS)
@@ -26,7 +25,6 @@ def design_lines(rows: Sequence[dict[str, Any]], folder: Path) -> Iterator[str]:
 
 
 def fit_lines(values: dict[str, Any]) -> Iterator[str]:
-    """Yields the summary of a fit."""
     label = PARAMETER_SCOPES[values["parameter_scope"]]
     yield f"L(N, D) = E + A / N^alpha + B / D^beta, {pluralize(values['runs'], 'run')}; N: parameters {label}"
     if values["dropped"]:
@@ -47,7 +45,6 @@ def fit_lines(values: dict[str, Any]) -> Iterator[str]:
 
 
 def recommend_lines(result: dict[str, Any], irreducible_loss: float) -> Iterator[str]:
-    """Yields the text of a recommendation."""
     yield from result["warnings"]
     yield f"law:      {result['law']}; N: parameters {PARAMETER_SCOPES[result['parameter_scope']]}"
     yield f"budget:   {result['flops']:.3g} FLOPs, counted as 6 N D"

@@ -79,7 +79,6 @@ class ScalingLawFit:
 
     @property
     def residual_std(self) -> float:
-        """Robust standard deviation of the residuals."""
         return float(median_abs_deviation(residuals(self.law, self.runs), scale="normal"))
 
 

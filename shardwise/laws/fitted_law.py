@@ -84,7 +84,6 @@ def law_from_dict(values: Any) -> ScalingLaw:
 
 
 def published_law() -> FittedLaw:
-    """Returns the built-in law."""
     values = tomllib.loads((Path(__file__).parent / "published_law.toml").read_text(encoding="utf-8"))
     law, uncertainty = ScalingLaw(**values["constants"]), values["bootstrap"]
     n, d = np.log(uncertainty["pivot"])

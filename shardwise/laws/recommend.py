@@ -56,7 +56,6 @@ def prediction_interval(fitted_law: FittedLaw, N: float, D: float) -> tuple[floa
 
 
 def extrapolation_warnings(fitted_law: FittedLaw, N: float, D: float) -> Iterator[str]:
-    """Yields a warning for each quantity far outside the fitted range."""
     for unit, value in (("parameters", N), ("tokens", D), ("FLOPs", 6 * N * D)):
         low, high = fitted_law.fitted_ranges[unit.lower()]
         if (ratio := max(value / high, low / value)) > EXTRAPOLATION_FACTOR:
@@ -125,7 +124,6 @@ def _plan_as_dict(plan: Plan, parameter_scope: str) -> dict[str, Any]:
 
 
 def recommended_job(result: dict[str, Any], devices: int, settings: Sequence[str]) -> Job:
-    """Returns a job that trains the recommended model."""
     template = load_job(None, [*DEFAULT_SETTINGS, *settings])
     if conflicting := sorted(set(SIZE_FIELDS) & template.require_decoder().model_fields_set):
         raise JobError(f"--set model.{conflicting[0]}: the law chooses the model size; remove this setting.")

@@ -53,7 +53,6 @@ SETTINGS: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").rea
 
 
 def calibrate_to_file(out: Path, processes: int, device: str) -> str:
-    """Measures this machine, writes the cluster file and returns a summary."""
     if device not in ("auto", "cpu", "cuda"):
         raise JobError(f"--device {device}: {suggest(device, ('auto', 'cpu', 'cuda'))}")
     has_gpu = torch.cuda.is_available()
@@ -72,7 +71,6 @@ def calibrate_to_file(out: Path, processes: int, device: str) -> str:
 
 
 def calibrate(kind: str, processes: int) -> Cluster:
-    """Measures this machine as a cluster of `processes` ranks."""
     if kind == "cuda":
         return _make_cluster(kind, torch.cuda.device_count(), _measure_process(kind))
     measurements = [run_world(_measure_process, processes, kind, is_fresh_process=FRESH_PROCESSES)]
@@ -152,7 +150,6 @@ def _ideal_times(machine: Machine, model: DecoderConfig, precision: str, degrees
 
 
 def _measure_process(kind: str) -> dict[str, float]:
-    """Measures rates and durations in one process."""
     device, sizes = torch.device(kind), SETTINGS[kind]
     dtype_names = ("float32", "bf16") if kind == "cuda" else ("float32",)
     values = {name: max(_matmul_rate(n, DTYPES[name], device) for n in sizes["matmul_sizes"]) for name in dtype_names}

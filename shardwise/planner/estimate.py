@@ -36,8 +36,6 @@ class Workload:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted step time, and memory of each pipeline rank."""
-
     layout: Layout
     seconds: float
     bubble: float  # fraction of the pipeline's time in which the slowest rank idles
@@ -60,7 +58,6 @@ class StagePartition(NamedTuple):
     distinct_ranks: tuple[StageLayers, ...]
 
     def largest_sum(self, block: float, first: float, last: float) -> float:
-        """Returns the largest `StageLayers.sum` of a rank."""
         return max([n * block + a * first + b * last for n, a, b in self.distinct_ranks])
 
 
@@ -135,7 +132,6 @@ class Estimator:
         )  # fmt: skip
 
     def peak_memory(self, layout: Layout) -> float:
-        """Returns the peak memory of the pipeline rank that needs the most."""
         return max([self.memory(layout, rank).total for rank in self.stages(layout).representative_ranks])
 
     def fits(self, layout: Layout) -> bool:
@@ -150,7 +146,6 @@ class Estimator:
         return self.step_time(layout, self.pipeline_time(layout, lower_bound))
 
     def pipeline_time(self, layout: Layout, schedule_time: ScheduleTime) -> float:
-        """Returns the seconds of all micro-batches of a step."""
         if layout.pipeline == 1:
             return self.micro_batches(layout) * self.slowest_rank_time(layout)
         if self.is_auto_schedule(layout):
@@ -171,7 +166,6 @@ class Estimator:
         return 1.0 + self.efficiency.jitter * log2(max(1.0, world / self.machine.cluster.domain_size))
 
     def slowest_rank_time(self, layout: Layout) -> float:
-        """Returns the seconds per micro-batch of the slowest rank, with exposed communication."""
         return self.exposed_p2p(layout) + self.stages(layout).largest_sum(*self.module_load(layout))
 
     def module_load(self, layout: Layout) -> tuple[float, float, float]:

@@ -79,7 +79,6 @@ class Plan:
 
     @property
     def training_seconds(self) -> float:
-        """Duration of the whole training with the best layout."""
         return self.job.total_steps * self.best.seconds
 
     def as_dict(self) -> dict[str, Any]:
@@ -100,7 +99,6 @@ class Plan:
 
 
 def plan_job(job_file: Path | None, settings: list[str], cluster: str, devices: int | None, layout: str | None) -> Plan:
-    """Plans a job file for a cluster, or predicts one layout of it."""
     return make_plan(load_job(job_file, settings), find_cluster(cluster), devices, layout)
 
 
@@ -268,7 +266,6 @@ def explain_gap(estimator: Estimator, best: Prediction, other: Prediction) -> st
 
 
 def time_breakdown(prediction: Prediction) -> dict[str, float]:
-    """Returns the seconds of a step by cause."""
     labels = {"shard": "data-parallel communication", "pipeline": "stage-to-stage transfer"}
     breakdown = {labels.get(axis, f"{axis} communication"): seconds for axis, seconds in prediction.exposed.items()}
     breakdown["pipeline bubble"] = prediction.bubble * prediction.seconds

@@ -37,7 +37,6 @@ class SearchResult:
 
 
 def search(estimator: Estimator, devices: int, keep: int = 10) -> SearchResult:
-    """Returns the `keep` fastest layouts that fit."""
     begin = time.perf_counter()
     classes = [(class_lower_bound(estimator, base), base) for base in layout_classes(estimator, devices)]
     if not classes:
@@ -140,7 +139,6 @@ def layout_classes(estimator: Estimator, devices: int) -> Iterator[Layout]:
 
 
 def class_layouts(estimator: Estimator, base: Layout) -> Iterator[Layout]:
-    """Yields every layout of a class."""
     for sharded in _data_shardings(estimator, base):
         for recompute in RECOMPUTE_CHOICES:
             for schedule, virtual in _candidate_schedules(estimator, base):

@@ -36,7 +36,6 @@ class SchedulingProblem:
 
     @property
     def stage_to_rank(self) -> list[int]:
-        """The rank of each stage."""
         first_to_last = list(range(self.ranks))
         return first_to_last + first_to_last[::-1] if self.is_v_shaped else first_to_last * self.virtual
 
@@ -56,8 +55,6 @@ class PriorityRules:
 
 
 class ListScheduler:
-    """Schedules a problem under `rules`."""
-
     def __init__(self, problem: SchedulingProblem, rules: PriorityRules):
         costs, stages, ranks, retained = problem.costs, problem.costs.stages, problem.ranks, problem.retained_fraction
         self.problem, self.rules = problem, rules

@@ -36,8 +36,6 @@ class Action(NamedTuple):
 
 
 class TimelineEvent(NamedTuple):
-    """One executed action of a simulated timeline."""
-
     rank: int
     kind: str
     stage: int
@@ -208,7 +206,6 @@ def _rank_instructions(parts: Sequence[Any], stages: int) -> Iterator[tuple[Acti
 
 @lru_cache(maxsize=64)
 def named_program(schedule: str, ranks: int, virtual: int, micro_batches: int) -> PipelineProgram:
-    """Returns the program of one of PyTorch's schedules."""
     from shardwise.parallel.torch_pipelining import schedule_actions  # imports torch, which closed forms do without
 
     return build_program(schedule_actions(schedule, ranks, virtual, micro_batches))

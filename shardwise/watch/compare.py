@@ -71,7 +71,6 @@ def differences(runs: list[RunData]) -> list[list[str]]:
 
 
 def tables(comparison: dict[str, Any]) -> list[Table]:
-    """Returns the terminal tables, with one column per run."""
     names = [escape(run["name"]) for run in comparison["runs"]]
     overview = Table("", *names, title="runs compared")
     for index, header in enumerate(HEADERS[1:], start=1):

@@ -38,7 +38,6 @@ def render_page(payload: dict[str, Any], title: str, live_url: str = "") -> str:
 
 
 def render_run_list(runs: list[dict[str, Any]]) -> str:
-    """Returns the HTML page that lists all runs."""
     columns = ("run", "status", "layout", "step", "loss")
     header = "".join(f'<th scope="col">{column}</th>' for column in columns)
     rows = ""

@@ -115,8 +115,6 @@ class RunData:
         for log in self.logs:
             log.read()
 
-    # Steps
-
     def _reset_metrics(self) -> None:
         self.steps = array("q")
         self.columns: dict[str, array[float]] = {name: array("d") for name in SCALAR_METRICS}
@@ -137,8 +135,6 @@ class RunData:
 
     def column(self, name: str) -> np.ndarray:
         return np.frombuffer(self.columns[name], dtype=np.float64) if self.steps else np.zeros(0)
-
-    # Ranks
 
     def _reset_ranks(self) -> None:
         self.world = int(self.plan.get("world", 0))
@@ -182,8 +178,6 @@ class RunData:
             if rank.isdigit():
                 JsonLinesReader(file, lambda: None, partial(add, int(rank))).read()
         return dict(sorted(timelines.items()))
-
-    # Events
 
     def _reset_events(self) -> None:
         self.events: list[JsonObject] = []

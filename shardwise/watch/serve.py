@@ -190,7 +190,6 @@ def make_server(run: Path | None, port: int, host: str = "127.0.0.1") -> Threadi
 
 
 def serve_runs(run: Path | None, port: int, host: str, say: Callable[[str], None]) -> None:
-    """Serves the live page until Ctrl-C."""
     server = make_server(run, port, host)
     address = f"{f'[{host}]' if ':' in host else host}:{server.server_address[1]}"
     say(f"serving {run or 'all runs in runs/'} at http://{address}/ (Ctrl-C to stop)")

@@ -145,7 +145,6 @@ class EngineModel:
         return RankMemory(weights, gradients, state, activations, buffers, reserve)
 
     def compiles_blocks(self, layout: Layout) -> bool:
-        """Returns whether the layout's blocks are compiled."""
         return self.is_compiled and not layout.has_split_backward
 
     def keeps_compute_copy(self, layout: Layout) -> bool:

@@ -64,8 +64,6 @@ class CollectiveTraffic:
 
 @dataclass(frozen=True)
 class RankReport:
-    """Memory and communication of one rank in one step."""
-
     layout: str
     rank: int
     stages: tuple[int, ...]  # pipeline stages on this rank

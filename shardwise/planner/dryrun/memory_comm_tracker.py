@@ -84,8 +84,6 @@ class MemoryCommTracker(TorchDispatchMode):
         self._live_storages: dict[int, StorageRecord] = {}
         self._op_names: dict[Any, str] = {}
 
-    # Recording
-
     def __enter__(self) -> Any:
         self._resize = resize = torch.UntypedStorage.resize_
 
@@ -165,8 +163,6 @@ class MemoryCommTracker(TorchDispatchMode):
             record = self._record_tensor(tensor)
             if overwrite or not record.role:
                 record.role = role
-
-    # Queries
 
     def now(self) -> TracePoint:
         return TracePoint(len(self.events), len(self.collectives))
