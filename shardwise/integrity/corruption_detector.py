@@ -7,12 +7,10 @@
 - Compute: other ranks recompute some micro-batches of a rank (`RedundantCompute`).
 
 It adds no synchronization: checksums stay on the device, one small row per rank is all-gathered with the stop flag, and
-the result is read with the loss. All ranks reach the same verdict, and roll back to the last checkpoint. The state is
-checked again after each checkpoint is copied, so no corrupt checkpoint survives.
+the result is read with the loss. All ranks roll back to the last checkpoint; none is kept with a corrupt state.
 
-If checking every tensor would take more than about 1% of a step, each step checks one part of them in turn. Copies that
-differ stay different, so they are found within one round; a tensor that only one rank has is protected only while its
-part is being checked. After the first corruption, every step checks all tensors.
+If checking every tensor would take more than about 1% of a step, each step checks one part of them in turn, until the
+first corruption. A tensor that only one rank has is protected only while its part is being checked.
 """
 
 import json

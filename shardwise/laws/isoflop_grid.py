@@ -1,15 +1,13 @@
 """Designs an iso-FLOP grid: jobs at several compute budgets, with several model sizes at each budget.
 
-Budgets are FLOPs as the planner counts them (`ModelShape.flops`: all matmuls of forward and backward, half of causal
-attention, the head). Sizes are centered at 20 tokens per parameter (Hoffmann et al. 2022), so that each budget has runs
-on both sides of its optimum. Batch size and learning rate follow DeepSeek-AI 2024 (arXiv 2401.02954, section 3.1,
-fitted from 1e17 to 2e19 FLOPs): 0.2920 C^0.3271 tokens and 0.3118 / C^0.125. If that batch leaves fewer than 1000
-steps, the batch shrinks, and the learning rate with its square root, as usual for Adam.
+Budgets are FLOPs as the planner counts them (`ModelShape.flops`). Sizes are centered at 20 tokens per parameter
+(Hoffmann et al. 2022), so that each budget has runs on both sides of its optimum. Batch size and learning rate follow
+DeepSeek-AI 2024 (arXiv 2401.02954, section 3.1, fitted from 1e17 to 2e19 FLOPs): 0.2920 C^0.3271 tokens and 0.3118 /
+C^0.125. If that batch leaves fewer than 1000 steps, it shrinks, and the learning rate with its square root.
 
-All sizes have similar proportions, so that the law sees size alone: depth and head size follow width, and the ratio of
-feed-forward width to width is fixed. Weights are initialized with std sqrt(2 / (5 width)) (Nguyen and Salazar 2019,
-arXiv 1910.05895), which is the usual 0.02 at width 1000; at width 32, 0.02 makes activations vanish and the start of
-learning a matter of luck.
+All sizes have similar proportions, so that the law sees size alone. Weights are initialized with std sqrt(2 / (5 width))
+(Nguyen and Salazar 2019, arXiv 1910.05895), which is the usual 0.02 at width 1000; at width 32, 0.02 makes activations
+vanish and the start of learning a matter of luck.
 """
 
 import math

@@ -131,7 +131,8 @@ def make_plan(
 
 
 def _search_runnable(job: Job, estimator: Estimator, devices: int) -> SearchResult:
-    keep, first, limit = 10, None, estimator.machine.device.memory
+    keep, limit = 10, estimator.machine.device.memory
+    first: Prediction | None = None
     replicated = []  # plain data parallelism with a single micro-batch: the search only tries powers of two
     if job.samples % devices == 0:
         layout = Layout(replicate=devices)
@@ -152,20 +153,16 @@ def _search_runnable(job: Job, estimator: Estimator, devices: int) -> SearchResu
             return False, layout.pipeline, layout.tensor, layout.recompute != "none", sharding_level, prediction.seconds
 
         predictions.sort(key=rank)
-        first = next((prediction for prediction in predictions if _is_runnable(job, prediction.layout)), None)
+        for prediction in predictions:
+            with suppress(LayoutError):
+                prepare(job, prediction.layout)
+                first = prediction
+                break
         if first is None and len(result.best) < keep:
             raise LayoutError(f"no layout of {pluralize(devices, 'device')} can run this job; change batch or model.")
         keep *= 10
     others = sorted((p for p in predictions if p is not first), key=lambda p: p.seconds)
     return replace(result, best=(first, *others[:9]))
-
-
-def _is_runnable(job: Job, layout: Layout) -> bool:
-    try:
-        prepare(job, layout)
-    except LayoutError:
-        return False
-    return True
 
 
 def _trained_fraction(job: Job) -> float:

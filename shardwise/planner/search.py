@@ -5,10 +5,9 @@ context ranks; micro-batches of 1, 2, 4, ... up to 32 samples, more if samples a
 shard (ZeRO 1, 2, 3) over all of them or within one domain; every schedule with up to 8 stages per rank; no, selective
 or full recomputation.
 
-Three lower bounds of the step time prune it: the compute of a class, which is all layouts with the same degrees and
-micro-batch size; the time of a layout's slowest rank; and a bound of its schedule. A class or layout is dropped if its
-bound exceeds the times of the best layouts so far. The rest is simulated, so the result equals that of simulating
-everything.
+Lower bounds of the step time prune it: the compute of a class (all layouts with the same degrees and micro-batch size),
+the time of a layout's slowest rank, a bound of its schedule. The rest is simulated, so the result equals that of
+simulating everything.
 """
 
 import time

@@ -2,12 +2,9 @@
 
 Stages are seldom even: the first has the embedding, the last the head, and layers do not divide evenly. `synthesize`
 runs the list scheduler with many priority rules, then improves the best of them by local search. Named schedules that
-fit are candidates too, so the result is never slower in simulation than the best of them and never exceeds the memory
-limit of a rank.
-
-The search budget counts simulated actions, not seconds, so every rank of a run finds the same schedule. For
-`schedule=auto`, `make_auto_schedule` states the problem of a layout (stage costs, activation memory of a micro-batch,
-memory limit per rank) and checks the result with the memory model that every schedule is held to.
+fit are candidates too, so the result is never slower in simulation than the best of them. The search budget counts
+simulated actions, not seconds, so every rank of a run finds the same schedule. `make_auto_schedule` states the problem
+of a layout and checks the result with the memory model that every schedule is held to.
 """
 
 from collections.abc import Callable, Iterator

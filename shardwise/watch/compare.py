@@ -51,12 +51,10 @@ def _format_number(value: Any, form: str) -> str:
 
 def _curves(run: RunData) -> dict[str, Any]:
     starts = bin_starts(len(run.steps), MAX_POINTS)
-    if not len(starts):
-        return {"samples": [], "hours": [], "loss": [], "tokens_per_s": []}
     time = run.column("time")
     return {
         "samples": to_json_list(run.column("samples")[starts], 9),
-        "hours": to_json_list((time[starts] - time[0]) / 3600, 7),
+        "hours": to_json_list((time[starts] - time[:1]) / 3600, 7),
         "loss": to_json_list(bin_means(run.column("loss"), starts)),
         "tokens_per_s": to_json_list(bin_means(run.column("tokens_per_s"), starts)),
     }

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
-from shardwise.console import align_columns, pluralize
+from shardwise.console import align_columns, format_ranks, pluralize
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import load_job
 from shardwise.layout import Layout
@@ -59,8 +59,9 @@ def _traffic_rows(reports: Sequence[RankReport]) -> list[list[str]]:
     columns: dict[tuple[CollectiveTraffic, ...], list[int]] = {}
     for report in reports:
         columns.setdefault(report.traffic, []).append(report.rank)
+    names = [f"{len(r)} ranks, {r[0]}-{r[-1]}" if len(r) > 3 else format_ranks(r) for r in columns.values()]
     rows = [
-        ["", "", *(text for ranks in columns.values() for text in ("", _format_ranks(ranks)))],
+        ["", "", *(text for name in names for text in ("", name))],
         ["axis", "collective", *(["calls", "GiB"] * len(columns))],
     ]
     by_kind = [{(entry.axis, entry.kind): entry for entry in traffic} for traffic in columns]
@@ -71,12 +72,6 @@ def _traffic_rows(reports: Sequence[RankReport]) -> list[list[str]]:
             cells += ["-", "-"] if entry is None else [f"{entry.count:,}", _format_gib(entry.bytes)]
         rows.append([*kind, *cells])
     return rows
-
-
-def _format_ranks(ranks: list[int]) -> str:
-    if len(ranks) > 3:
-        return f"{len(ranks)} ranks, {ranks[0]}-{ranks[-1]}"
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 
 def _format_gib(size: int) -> str:

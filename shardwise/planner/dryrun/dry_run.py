@@ -1,19 +1,16 @@
 """Measures the memory and communication of one rank of any world size, without that world.
 
 A process acts as one rank, with a fake process group and fake tensors. It runs one step through the same `parallelize`
-and `step` as training while a `MemoryCommTracker` records every storage and every collective. Each rank is measured in
-its own process.
+and `step` as training while a `MemoryCommTracker` records every storage and every collective.
 
-Not every micro-batch is run. Once the pipeline is full, every period (forward and backward of one micro-batch, or of
-one round of micro-batches) allocates and sends the same as the previous one. So a dry run stops shortly after the
-pipeline is full and extrapolates: each remaining period adds one period's traffic and whatever memory a period leaves
-behind, plus the memory that each micro-batch needs for the whole step (samples, PyTorch's receive buffers). This is
-exact, not an estimate: tests compare it with runs over all micro-batches.
+Once the pipeline is full, every period (forward and backward of one micro-batch, or of one round of them) allocates and
+sends the same as the previous one. So a dry run stops shortly after and extrapolates: each remaining period adds one
+period's traffic and whatever memory a period leaves behind, plus the memory that each micro-batch needs for the whole
+step (samples, PyTorch's receive buffers). This is exact: tests compare it with runs over all micro-batches.
 
-Tensors are those of PyTorch's eager kernels. Attention is the fused kernel, which saves the same tensors on CPU and
-GPU; RMSNorm, fused only on GPU, counts as fused (`FusedRMSNorm`). The step is the first one, with optimizer state
-initialized beforehand. Later steps are the same, except that DDP (`replicate` alone) rebuilds its buckets after the
-first: the number of calls may differ slightly, the bytes do not.
+Tensors are those of PyTorch's eager kernels, but RMSNorm, fused only on GPU, counts as fused (`FusedRMSNorm`). The step
+is the first one, with optimizer state initialized beforehand. Later steps are the same, except that DDP (`replicate`
+alone) rebuilds its buckets: the number of calls may differ slightly, the bytes do not.
 """
 
 import dataclasses
@@ -47,7 +44,7 @@ from shardwise.models import loss
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import prepare
-from shardwise.planner.dryrun.memory_comm_tracker import ROLES, MemoryCommTracker, TracePoint, axis_by_group, by_axis
+from shardwise.planner.dryrun.memory_comm_tracker import ROLES, MemoryCommTracker, axis_by_group, by_axis
 from shardwise.planner.plan import auto_schedule_order
 from shardwise.step import step
 
@@ -168,7 +165,7 @@ def measure_rank(job: Job, layout: Layout, fake: bool = True, all_micro_batches:
         stages=layout.stages_of(recording.engine.mesh["pipeline"].index),
         modules=tuple(tuple(name for name, _ in chain.named_children()) for chain in recording.engine.chains),
         memory=_by_role(memory), peak_phase=peak_phase,
-        resident_memory=_by_role(recording.held_after(recording.end.event, remaining, period)),
+        resident_memory=_by_role(recording.held_after(recording.end, remaining, period)),
         traffic=recording.traffic(remaining, period), micro_batches=batch.micro_batches, micro_batches_run=count,
         seconds=time.perf_counter() - begin,
     )  # fmt: skip
@@ -180,25 +177,25 @@ def _by_role(memory: Counter[str]) -> dict[str, int]:
 
 @dataclass
 class StepRecording:
-    """A recorded step: the tracker and the trace points of its phases."""
+    """A recorded step: the tracker, and the points of its recording at which phases begin and end."""
 
     engine: Engine
     tracker: MemoryCommTracker
     micro_batches_run: int
-    before_batch: TracePoint  # before samples and receive buffers were allocated
-    begin: TracePoint
-    forward_starts: list[TracePoint]  # start of each forward of this rank's first stage
-    update_start: TracePoint  # after the last backward
-    end: TracePoint
+    before_batch: int  # before samples and receive buffers were allocated
+    begin: int
+    forward_starts: list[int]  # start of each forward of this rank's first stage
+    update_start: int  # after the last backward
+    end: int
 
     def memory(self, remaining: int, period: int) -> tuple[Counter[str], str]:
         """Returns the peak bytes, with `remaining` more micro-batches extrapolated, and the phase of the peak."""
         peak = self.tracker.bytes_at(self.tracker.peak_event(self.begin, self.update_start))
-        batch_bytes = self.tracker.bytes_at(self.begin.event, since=self.before_batch.event)
+        batch_bytes = self.tracker.bytes_at(self.begin, since=self.before_batch)
         _add_scaled(peak, batch_bytes, remaining, self.micro_batches_run)
         if remaining:
             first, last = self._period(period)
-            growth = self.tracker.bytes_at(last.event, since=first.event)
+            growth = self.tracker.bytes_at(last, since=first)
             if growth.total() > 0:  # the peak is then in the last period
                 _add_scaled(peak, growth, remaining, period)
         after = self.held_after(self.tracker.peak_event(self.update_start, self.end), remaining, period)
@@ -220,7 +217,7 @@ class StepRecording:
                 _add_scaled(total, steady, remaining, period)
         return tuple(CollectiveTraffic(*kind, counts[kind], sizes[kind]) for kind in sorted(counts, key=by_axis))
 
-    def _period(self, length: int) -> tuple[TracePoint, TracePoint]:
+    def _period(self, length: int) -> tuple[int, int]:
         return self.forward_starts[-1 - length], self.forward_starts[-1]
 
 
@@ -236,7 +233,7 @@ def _record_step(job: Job, layout: Layout, micro_batches: int, fake: bool) -> St
     example = job_stream(job, synthetic_source(job, 1)).read(np.arange(1))
     engine = parallelize(prepare(job, layout), torch.device("cpu"), _enter_all(modes), order)
     tracker.axes = axis_by_group(engine.mesh)
-    forward_starts: list[TracePoint] = []
+    forward_starts: list[int] = []
     engine.chains[0].register_forward_pre_hook(lambda *args: forward_starts.append(tracker.now()))
     backward_ends = _track_engine(engine, tracker)
     gc.disable()  # collections at random times would make the trace nondeterministic
@@ -318,7 +315,7 @@ def _init_optimizer_states(engine: Engine, optimizer: torch.optim.Optimizer) -> 
         param_shard.tensor.grad = None
 
 
-def _track_engine(engine: Engine, tracker: MemoryCommTracker) -> list[TracePoint]:
+def _track_engine(engine: Engine, tracker: MemoryCommTracker) -> list[int]:
     """Marks weights and gradients in the tracker. The returned list receives the end of the last backward."""
 
     def mark_weights(module: nn.Module, args: Any) -> None:
@@ -339,7 +336,7 @@ def _track_engine(engine: Engine, tracker: MemoryCommTracker) -> list[TracePoint
                 module.register_forward_pre_hook(mark_weights)
             for views in module.__dict__.get("_parametrizations", {}).values():
                 views.append(mark_copy)
-    backward_ends: list[TracePoint] = []
+    backward_ends: list[int] = []
     reduce_gradients = engine.data.reduce_gradients
 
     def tracked_reduce() -> None:
