@@ -5,9 +5,9 @@ Budgets are FLOPs as the planner counts them (`ModelShape.flops`). Sizes are cen
 DeepSeek-AI 2024 (arXiv 2401.02954, section 3.1, fitted from 1e17 to 2e19 FLOPs): 0.2920 C^0.3271 tokens and 0.3118 /
 C^0.125. If that batch leaves fewer than 1000 steps, it shrinks, and the learning rate with its square root.
 
-All sizes have similar proportions, so that the law sees size alone. Weights are initialized with std sqrt(2 / (5 width))
-(Nguyen and Salazar 2019, arXiv 1910.05895), which is the usual 0.02 at width 1000; at width 32, 0.02 makes activations
-vanish and the start of learning a matter of luck.
+All sizes have similar proportions, so that the law sees size alone. The initial std of weights is sqrt(2 / (5 width))
+(Nguyen and Salazar 2019, arXiv 1910.05895): the usual 0.02 at width 1000. At width 32, 0.02 makes activations vanish
+and the start of learning a matter of luck.
 """
 
 import math
