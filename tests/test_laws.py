@@ -14,8 +14,18 @@ from test_cli import call
 
 from shardwise.errors import DataError, JobError
 from shardwise.job import load_job
-from shardwise.laws.fit import CONSTANTS, ScalingLaw, ScalingLawFit, best_fit, bootstrap, fit_scaling_law
-from shardwise.laws.fitted_law import fit_as_dict, parse_fitted_law, published_law, read_fitted_law
+from shardwise.laws.fit import (
+    CONSTANTS,
+    ScalingLaw,
+    ScalingLawFit,
+    best_fit,
+    bootstrap,
+    fit_as_dict,
+    fit_scaling_law,
+    parse_fitted_law,
+    published_law,
+    read_fitted_law,
+)
 from shardwise.laws.isoflop_grid import (
     batch_size_for_budget,
     design_grid,

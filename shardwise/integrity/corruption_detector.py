@@ -204,22 +204,21 @@ class CorruptionDetector:
 
     def _compare_copies(self, step: int, reports: Sequence[dict[str, Any]]) -> list[Corruption]:
         """Returns the first tensor, gradients first, whose copies differ between ranks, and the suspect ranks."""
-        for label in dict.fromkeys(label for report in reports for label, _ in report["labels"]):
+        copies: dict[str, dict[tuple[str, int], dict[int, int]]] = {}  # checksums by label, group of copies and rank
+        for rank, report in enumerate(reports):
+            references = dict(zip(COPY_KINDS, self.reference_ranks[rank].tolist()))
+            for (label, kinds), value in zip(report["labels"], report["checksums"]):
+                for kind in kinds:
+                    copies.setdefault(label, {}).setdefault((kind, references[kind]), {})[rank] = value
+        for label, groups in copies.items():
             suspects: list[set[int]] = []
             involved: set[int] = set()
-            for column, kind in enumerate(COPY_KINDS):
-                groups: dict[int, dict[int, int]] = {}
-                for rank, report in enumerate(reports):
-                    entries = zip(report["labels"], report["checksums"])
-                    copies = {name: value for (name, kinds), value in entries if kind in kinds}
-                    if label in copies:
-                        groups.setdefault(int(self.reference_ranks[rank, column]), {})[rank] = copies[label]
-                for group in groups.values():
-                    counts = Counter(group.values()).most_common()
-                    if len(counts) > 1:
-                        majority = counts[0][0] if 2 * counts[0][1] > len(group) else None
-                        suspects.append({rank for rank, value in group.items() if value != majority})
-                        involved |= group.keys()
+            for group in groups.values():
+                counts = Counter(group.values()).most_common()
+                if len(counts) > 1:
+                    majority = counts[0][0] if 2 * counts[0][1] > len(group) else None
+                    suspects.append({rank for rank, value in group.items() if value != majority})
+                    involved |= group.keys()
             if suspects:
                 ranks = sorted(set.intersection(*suspects) or set.union(*suspects))
                 message = f"{format_ranks(ranks)} disagree on the value of {label} in step {step}"

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.console import format_count, pluralize
-from shardwise.laws.fit import CONSTANTS
-from shardwise.laws.fitted_law import law_from_dict
+from shardwise.laws.fit import CONSTANTS, law_from_dict
 from shardwise.laws.runs import PARAMETER_SCOPES
 
 # Key, alignment with width, and number format of the columns of a design.

@@ -14,8 +14,7 @@ from scipy.optimize import brentq
 from shardwise.cluster import find_cluster
 from shardwise.errors import JobError
 from shardwise.job import Job, load_job
-from shardwise.laws.fit import MAX_FLOPS, ScalingLaw, interval
-from shardwise.laws.fitted_law import FittedLaw
+from shardwise.laws.fit import MAX_FLOPS, FittedLaw, ScalingLaw, interval
 from shardwise.laws.isoflop_grid import SIZE_FIELDS, job_for_budget, model_of_size
 from shardwise.laws.runs import count_parameters
 from shardwise.planner.plan import Plan, make_plan

@@ -52,11 +52,6 @@ class StageCosts:
     backward_input: Sequence[float]  # computes the gradient of the stage's input
     backward_weight: Sequence[float]  # computes the gradients of the stage's weights; a full backward does both
 
-    def __post_init__(self) -> None:
-        counts = len(self.forward), len(self.backward_input), len(self.backward_weight)
-        if len(set(counts)) > 1:
-            raise LayoutError(f"stage costs cover {counts} stages; give one of each per stage.")
-
     @property
     def stages(self) -> int:
         return len(self.forward)
@@ -146,8 +141,9 @@ class Simulation:
 
 def simulate(program: PipelineProgram, costs: StageCosts) -> Simulation:
     """Simulates a program. Transfers take no time of their own: the planner adds them to the stages' work."""
-    if costs.stages != program.stages:
-        raise LayoutError(f"got costs of {costs.stages} stages for a schedule of {program.stages}; give one per stage.")
+    counts = len(costs.forward), len(costs.backward_input), len(costs.backward_weight)
+    if set(counts) != {program.stages}:
+        raise LayoutError(f"got costs of {counts} stages for a schedule of {program.stages}; give one per stage.")
     full_backward = [i + w for i, w in zip(costs.backward_input, costs.backward_weight)]
     seconds = [*costs.forward, *costs.backward_input, *costs.backward_weight, *full_backward]
     count = len(program.instructions)
