@@ -182,7 +182,11 @@ class RedundantCompute:
         self.owner, micro_batch_index = rng.randrange(self.data.size), rng.randrange(self.engine.batch.micro_batches)
         micro_batch = list(samples.split(self.engine.batch.micro_batch))[micro_batch_index]
         scale = self.engine.scale.value / count_targets(self.engine, samples)
-        self.redundant_result = self.step_result = self._compute(self._broadcast_owner_batch(micro_batch), scale)
+        tensors = [tensor.clone() for tensor in micro_batch.tensors]
+        for tensor in tensors:
+            dist.broadcast(tensor, group=self.data.group, group_src=self.owner)
+        owners_batch = self.engine.prepare_samples(Samples.from_tensors(tensors))
+        self.redundant_result = self.step_result = self._compute(owners_batch, scale)
         if self.data.index == self.owner:
             self._record_step(micro_batch_index)
 
@@ -194,12 +198,6 @@ class RedundantCompute:
         if 2 * count <= len(results):
             return list(range(len(votes)))
         return [rank for rank, vote in enumerate(votes) if vote != (value, value)]
-
-    def _broadcast_owner_batch(self, micro_batch: Samples) -> Samples:
-        tensors = [tensor.clone() for tensor in micro_batch.tensors]
-        for tensor in tensors:
-            dist.broadcast(tensor, group=self.data.group, group_src=self.owner)
-        return self.engine.prepare_samples(Samples.from_tensors(tensors))
 
     def _compute(self, micro_batch: Samples, scale: Tensor) -> Tensor:
         chain, first_outputs = self.engine.chains[0], list[Tensor]()

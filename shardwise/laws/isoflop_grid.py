@@ -116,15 +116,10 @@ def job_for_budget(template: Job, model: DecoderConfig, flops: float, tokens: fl
         batch = BatchConfig(samples=batch_size_for_budget(flops, tokens, model.sequence, devices))
     job = template.model_copy(update={"model": model, "batch": batch})
     if "lr" not in optimizer.model_fields_set:
-        rate = learning_rate_for_budget(flops, job.samples * model.sequence)
-        optimizer = optimizer.model_copy(update={"lr": rate})
+        relative_batch = job.samples * model.sequence / _batch_tokens(flops)
+        rate = 0.3118 * flops**-0.125 * min(1.0, math.sqrt(relative_batch))
+        optimizer = optimizer.model_copy(update={"lr": float(f"{rate:.3g}")})
     return job.model_copy(update={"optimizer": optimizer, "tokens": round(tokens)})
-
-
-def learning_rate_for_budget(flops: float, batch: float) -> float:
-    """Returns the peak learning rate for a budget and a batch of `batch` tokens."""
-    rate = 0.3118 * flops**-0.125 * min(1.0, math.sqrt(batch / _batch_tokens(flops)))
-    return float(f"{rate:.3g}")
 
 
 def batch_size_for_budget(flops: float, tokens: float, sequence: int, devices: int = 1) -> int:
@@ -164,13 +159,10 @@ def model_of_size(template: Job, parameters: float, parameter_scope: str) -> Dec
     return _make_model(base, width, layers)
 
 
-def _head_size(width: int) -> int:
-    return 8 if width < 128 else 32 if width < 512 else 64 if width < 2048 else 128
-
-
 def _make_model(base: DecoderConfig, width: int, layers: int) -> DecoderConfig:
     """Returns a decoder whose FFN is 8/3 times its width; multiples of 64 are too coarse for narrow models."""
-    fields = {"width": width, "layers": layers, "heads": width // _head_size(width)}
+    head_size = 8 if width < 128 else 32 if width < 512 else 64 if width < 2048 else 128
+    fields = {"width": width, "layers": layers, "heads": width // head_size}
     if width < 512 and base.activation != "gelu":
         fields["ffn"] = 8 * round(width / 3)
     init_std = float(f"{math.sqrt(0.4 / (base.mup_base_width or width)):.3g}")

@@ -224,7 +224,10 @@ class Estimator:
         if self.work.engine is not None:
             stages = self.work.engine.stages(layout)
         else:
-            blocks, last = list(layout.stages) or self._even_blocks(layout), layout.stage_count - 1
+            blocks, last = list(layout.stages) or [0] * layout.stage_count, layout.stage_count - 1
+            for rank, count in enumerate(split_evenly(self.work.shape.layers, p)) if not layout.stages else ():
+                for stage, stage_blocks in zip(layout.stages_of(rank), split_evenly(count, layout.stages_per_rank)):
+                    blocks[stage] = stage_blocks
             stages = tuple(StageLayers(n, stage == 0, stage == last) for stage, n in enumerate(blocks))
         parts = (zip(*(stages[stage] for stage in layout.stages_of(rank))) for rank in range(p))
         ranks = tuple(StageLayers(sum(blocks), any(first), any(last)) for blocks, first, last in parts)
@@ -232,14 +235,6 @@ class Estimator:
         for rank_layers in set(ranks):
             representatives |= {ranks.index(rank_layers), p - 1 - ranks[::-1].index(rank_layers)}
         return StagePartition(stages, ranks, tuple(sorted(representatives)), tuple(set(ranks)))
-
-    def _even_blocks(self, layout: Layout) -> list[int]:
-        """Returns the number of blocks of each stage: split as evenly as possible over ranks, then over stages."""
-        blocks = [0] * layout.stage_count
-        for rank, count in enumerate(split_evenly(self.work.shape.layers, layout.pipeline)):
-            for stage, stage_blocks in zip(layout.stages_of(rank), split_evenly(count, layout.stages_per_rank)):
-                blocks[stage] = stage_blocks
-        return blocks
 
     def micro_batches(self, layout: Layout) -> int:
         return max(1, round(self.work.samples / layout.data / layout.micro_batch))

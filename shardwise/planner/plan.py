@@ -165,16 +165,11 @@ def _search_runnable(job: Job, estimator: Estimator, devices: int) -> SearchResu
     return replace(result, best=(first, *others[:9]))
 
 
-def _trained_fraction(job: Job) -> float:
-    """Returns the fraction of the weights that are trained; others are frozen beside adapters, or by the user."""
-    if job.model.lora is None and not job.model.passes_batch:
-        return 1.0
-    weights = list(meta_model(job.model, job.seed).parameters())
-    return sum(weight.numel() for weight in weights if weight.requires_grad) / sum(weight.numel() for weight in weights)
-
-
 def make_estimator(job: Job, cluster: Cluster) -> Estimator:
-    trained = _trained_fraction(job)
+    trained = 1.0  # fraction of the weights; others are frozen beside adapters, or by the user
+    if job.model.lora is not None or job.model.passes_batch:
+        weights = list(meta_model(job.model, job.seed).parameters())
+        trained = sum(w.numel() for w in weights if w.requires_grad) / sum(w.numel() for w in weights)
     machine = Machine(cluster, efficiency_of(cluster.device.family, cluster.measured), trained)
     kernel_profile = KernelProfile(job.precision)
     if cluster.device.family == "cpu":  # no fused loss: separate operators for upcast, log-softmax and gather

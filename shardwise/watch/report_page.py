@@ -88,13 +88,9 @@ def time_table(run: RunData) -> list[str]:
     headers = ["rank", *(category_label(*TIME_CATEGORIES[index]) for index in shown), "GiB"]
     memory = run.memory.get("peak", [])
     rows = [headers]
-    for rank in _select_ranks(times[shown[0]]):
+    order = np.argsort(times[shown[0]], kind="stable").tolist()  # by compute
+    chosen = [order[0], order[len(order) // 2], *order[-3:]] if len(order) > MAX_RANKS else sorted(order)
+    for rank in chosen:
         gib = f"{memory[rank]:.2f}" if rank < len(memory) else ""
         rows.append([str(rank), *(f"{value:.1f}" for value in times[shown, rank]), gib])
     return ["step time breakdown, ms:", *(f"  {line}" for line in align_columns(rows))]
-
-
-def _select_ranks(times: np.ndarray) -> list[int]:
-    """Returns the ranks to show, chosen by their times in the first category, compute."""
-    order = np.argsort(times, kind="stable").tolist()
-    return [order[0], order[len(order) // 2], *order[-3:]] if len(order) > MAX_RANKS else sorted(order)

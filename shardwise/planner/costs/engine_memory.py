@@ -121,8 +121,11 @@ class EngineModel:
         if fsdp:
             weights = w * sharded_numel + (0 if peaks.is_zero3 else s * numel)
         state = framework_profile.optimizer_bytes * sharded_numel
-        # Receive buffers; int64 tokens and targets.
-        buffers = self.remote_neighbors(layout, rank) * k.hidden_bytes * micro_batches + 16 * k.tokens * micro_batches
+        # A receive buffer per micro-batch and neighbouring stage on another rank; int64 tokens and targets.
+        ids, last = layout.stages_of(rank), layout.stage_count - 1
+        local = 2 * (ids[-1] - ids[0] == 1)  # at the turn of a V-shaped placement
+        remote_neighbors = 2 * len(ids) - (ids[0] == 0) - (ids[-1] == last) - local
+        buffers = remote_neighbors * k.hidden_bytes * micro_batches + 16 * k.tokens * micro_batches
         peak = max(peaks.candidate_bytes(in_flight_peaks))
         largest_bucket = max(k.largest_param, min(numel, BUCKET_BYTES / w))
         update = 0.0 if fsdp or layout.data == 1 else w * largest_bucket * (1 + 1 / layout.shard)
@@ -150,12 +153,6 @@ class EngineModel:
     def keeps_compute_copy(self, layout: Layout) -> bool:
         """Returns whether a compute copy of the weights is kept, and updated once per step."""
         return self.is_mixed_precision and layout.world == 1
-
-    def remote_neighbors(self, layout: Layout, rank: int) -> int:
-        """Returns how many neighbouring stages are on other ranks; each has a receive buffer per micro-batch."""
-        stages, last = layout.stages_of(rank), layout.stage_count - 1
-        local = 2 * (stages[-1] - stages[0] == 1)  # at the turn of a V-shaped placement
-        return 2 * len(stages) - (stages[0] == 0) - (stages[-1] == last) - local
 
 
 class BlockSizes(NamedTuple):

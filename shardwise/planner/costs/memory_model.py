@@ -30,14 +30,6 @@ class FrameworkProfile:
     fixed_bytes: float = 1.5 * 2**30  # driver, kernels and communication buffers
 
 
-def optimizer_state_bytes(optimizer: OptimizerConfig, master_itemsize: float) -> float:
-    """Returns bytes of optimizer state per weight, without Adafactor's row and column statistics."""
-    if optimizer.name == "adamw":
-        return {"float32": 2 * master_itemsize, "bf16": 4.0, "8bit": 2.0}[optimizer.state_dtype]
-    momentum = master_itemsize if optimizer.momentum else 0.0
-    return {"lamb": 2 * master_itemsize, "adafactor": 0.0, "muon": master_itemsize, "sgd": momentum}[optimizer.name]
-
-
 def engine_profile(
     precision: str, optimizer: OptimizerConfig = OptimizerConfig(), trained: float = 1.0  # noqa: B008  (it cannot change)
 ) -> FrameworkProfile:  # fmt: skip
@@ -45,11 +37,17 @@ def engine_profile(
     `trained`: the fraction of the weights that are; others are kept in low precision, without anything else."""
     master_itemsize = 8.0 if precision == "float64" else 4.0
     is_mixed_precision = precision not in ("float64", "float32")
+    # Bytes of optimizer state per weight, without Adafactor's row and column statistics.
+    state_bytes = {
+        "adamw": {"float32": 2 * master_itemsize, "bf16": 4.0, "8bit": 2.0}[optimizer.state_dtype],
+        "lamb": 2 * master_itemsize, "adafactor": 0.0, "muon": master_itemsize,
+        "sgd": master_itemsize if optimizer.momentum else 0.0,
+    }[optimizer.name]  # fmt: skip
     kept_bytes = trained * master_itemsize + (1.0 - trained) * (2.0 if is_mixed_precision else master_itemsize)
     return FrameworkProfile(
         weight_bytes=kept_bytes, sharded_weight_bytes=kept_bytes,
         compute_copy_bytes=trained * (2.0 if is_mixed_precision else 0.0), gradient_bytes=trained * master_itemsize,
-        optimizer_bytes=trained * optimizer_state_bytes(optimizer, master_itemsize),
+        optimizer_bytes=trained * state_bytes,
         logits=12.0 if is_mixed_precision else 2 * master_itemsize,
         cast_bytes=trained * (16.0 if is_mixed_precision else 0.0), update_bytes=trained * 10 * master_itemsize,
     )  # fmt: skip

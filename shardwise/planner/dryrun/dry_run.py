@@ -240,7 +240,12 @@ def _record_step(job: Job, layout: Layout, micro_batches: int, fake: bool) -> St
     try:
         with _enter_all(modes), _gpu_kernels():
             optimizer = engine.make_optimizer(job)
-            _init_optimizer_states(engine, optimizer)
+            # Initializes the optimizer state, which otherwise happens at the end of the first step.
+            for param_shard in engine.param_shards:
+                param_shard.tensor.grad = torch.zeros_like(param_shard.tensor)
+            optimizer.step()
+            for param_shard in engine.param_shards:
+                param_shard.tensor.grad = None
             states = (value for state in optimizer.state.values() for value in state.values())
             tracker.mark(states, "host" if job.optimizer.offload else "optimizer")
             before_batch = tracker.now()
@@ -304,15 +309,6 @@ def _enter_all(modes: Sequence[Any]) -> Iterator[None]:
         for mode in modes:
             stack.enter_context(mode)
         yield
-
-
-def _init_optimizer_states(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
-    """Initializes the optimizer state, which otherwise happens at the end of the first step."""
-    for param_shard in engine.param_shards:
-        param_shard.tensor.grad = torch.zeros_like(param_shard.tensor)
-    optimizer.step()
-    for param_shard in engine.param_shards:
-        param_shard.tensor.grad = None
 
 
 def _track_engine(engine: Engine, tracker: MemoryCommTracker) -> list[int]:
