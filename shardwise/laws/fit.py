@@ -119,15 +119,6 @@ def fit_scaling_law(
 
 def best_fit(runs: Runs) -> tuple[ScalingLaw, float, Array]:
     """Searches from many starting points; returns the best law, its objective and its search coordinates."""
-    _check_runs(runs)
-    objective = attrgetter("fun")
-    coarse = sorted((_minimize(runs, start, steps=COARSE_STEPS) for start in _starting_points(runs)), key=objective)
-    best = min((_minimize(runs, result.x) for result in coarse[:NUM_REFINED]), key=objective)
-    return _law_at(runs, best.x), best.fun * HUBER_DELTA, best.x
-
-
-def _check_runs(runs: Runs) -> None:
-    """Raises DataError if there are too few runs, or too few different sizes, to fit five constants."""
     if len(runs) < MIN_RUNS:
         raise DataError(f"{pluralize(len(runs), 'run')}: a law has five constants; give at least {MIN_RUNS} runs.")
     for quantity in ("parameters", "tokens"):
@@ -136,6 +127,10 @@ def _check_runs(runs: Runs) -> None:
         if num_distinct < MIN_DISTINCT_SIZES:
             values = f"{pluralize(num_distinct, 'different value')} of {quantity}"
             raise DataError(f"these {len(runs)} runs have {values}; a law needs at least {MIN_DISTINCT_SIZES}.")
+    objective = attrgetter("fun")
+    coarse = sorted((_minimize(runs, start, steps=COARSE_STEPS) for start in _starting_points(runs)), key=objective)
+    best = min((_minimize(runs, result.x) for result in coarse[:NUM_REFINED]), key=objective)
+    return _law_at(runs, best.x), best.fun * HUBER_DELTA, best.x
 
 
 def bootstrap(runs: Runs, point: Array, bootstrap_samples: int, seed: int) -> ScalingLaw:

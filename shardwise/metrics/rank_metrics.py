@@ -92,12 +92,25 @@ class RankMetricsWriter:
 
     def flush(self, step: int) -> None:
         """Writes the current window, which ends at `step`, as one line."""
-        if self.window:
-            text = json.dumps(to_record(step, len(self.window), sum_steps(self.window)))
-            # A lost line is harmless; checkpoints report a full disk.
-            with suppress(OSError), self.path.open("a") as file:
-                file.write(text + "\n")
-            self.window = []
+        if not self.window:
+            return
+        rows, gib = sum_steps(self.window), 2.0**30
+
+        def columns(names: Sequence[str], first: int, scale: float = 1.0) -> dict[str, list[float]]:
+            values = rows[:, first : first + len(names)].T / scale
+            return {name: column.round(5).tolist() for name, column in zip(names, values, strict=True) if column.any()}
+
+        record = {
+            "step": step, "steps": len(self.window), "start": rows[:, START].round(4).tolist(),
+            "seconds": rows[:, SECONDS].round(5).tolist(), "phase_seconds": columns(PHASES, FIRST_PHASE),
+            "wait_seconds": columns(WAIT_AXES, FIRST_WAIT),
+            "memory_gib": (rows[:, PEAK_MEMORY] / gib).round(4).tolist(),
+            "memory_by_kind_gib": columns(MEMORY_KINDS, PEAK_MEMORY + 1, gib),
+        }  # fmt: skip
+        # A lost line is harmless; checkpoints report a full disk.
+        with suppress(OSError), self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        self.window = []
 
 
 def sum_steps(steps: list[np.ndarray]) -> np.ndarray:
@@ -105,20 +118,6 @@ def sum_steps(steps: list[np.ndarray]) -> np.ndarray:
     total = np.sum(steps, axis=0)
     total[:, START], total[:, PEAK_MEMORY:] = steps[0][:, START], steps[-1][:, PEAK_MEMORY:]
     return np.asarray(total)
-
-
-def to_record(step: int, num_steps: int, rows: np.ndarray) -> dict[str, Any]:
-    def columns(names: Sequence[str], first: int, scale: float = 1.0) -> dict[str, list[float]]:
-        values = rows[:, first : first + len(names)].T / scale
-        return {name: column.round(5).tolist() for name, column in zip(names, values, strict=True) if column.any()}
-
-    gib = 2.0**30
-    return {
-        "step": step, "steps": num_steps, "start": rows[:, START].round(4).tolist(),
-        "seconds": rows[:, SECONDS].round(5).tolist(), "phase_seconds": columns(PHASES, FIRST_PHASE),
-        "wait_seconds": columns(WAIT_AXES, FIRST_WAIT), "memory_gib": (rows[:, PEAK_MEMORY] / gib).round(4).tolist(),
-        "memory_by_kind_gib": columns(MEMORY_KINDS, PEAK_MEMORY + 1, gib),
-    }  # fmt: skip
 
 
 def find_slowest_rank(rows: np.ndarray) -> dict[str, Any]:

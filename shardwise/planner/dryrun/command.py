@@ -33,25 +33,16 @@ def describe_reports(reports: Sequence[RankReport]) -> str:
     """Formats two tables: peak memory with one row per rank, communication with one column per rank."""
     layout, micro_batches = Layout.parse(reports[0].layout), pluralize(reports[0].micro_batches, "micro-batch")
     lines = [f"Layout '{layout}': {pluralize(layout.world, 'process')}, {micro_batches} per step.", ""]
-    lines += ["Peak memory per rank, GiB", *align_columns(_memory_rows(reports), left=(1, 2, len(ROLES) + 4))]
-    lines += ["copies: weights in the compute dtype. buffers: communication buffers, samples, everything else.", ""]
-    return "\n".join([*lines, "Communication per rank and step", *align_columns(_traffic_rows(reports), left=(0, 1))])
-
-
-def _memory_rows(reports: Sequence[RankReport]) -> list[list[str]]:
     rows = [["rank", "stage", "modules", *ROLES, "total", "peak in"]]
     for report in reports:
+        kinds = [name.rstrip("0123456789") for stage in report.modules for name in stage]
+        groups = [(kind, len(list(group))) for kind, group in groupby(kinds)]
+        contents = ", ".join(pluralize(count, "layer") if kind == "block" else kind for kind, count in groups)
         sizes = [_format_gib(size) for size in (*(report.memory[role] for role in ROLES), report.total)]
-        stages = " ".join(map(str, report.stages))
-        rows.append([str(report.rank), stages, _stage_contents(report), *sizes, report.peak_phase])
-    return rows
-
-
-def _stage_contents(report: RankReport) -> str:
-    """Formats the modules of a rank, e.g. `embed, 2 layers`."""
-    kinds = [name.rstrip("0123456789") for stage in report.modules for name in stage]
-    groups = [(kind, len(list(group))) for kind, group in groupby(kinds)]
-    return ", ".join(pluralize(count, "layer") if kind == "block" else kind for kind, count in groups)
+        rows.append([str(report.rank), " ".join(map(str, report.stages)), contents, *sizes, report.peak_phase])
+    lines += ["Peak memory per rank, GiB", *align_columns(rows, left=(1, 2, len(ROLES) + 4))]
+    lines += ["copies: weights in the compute dtype. buffers: communication buffers, samples, everything else.", ""]
+    return "\n".join([*lines, "Communication per rank and step", *align_columns(_traffic_rows(reports), left=(0, 1))])
 
 
 def _traffic_rows(reports: Sequence[RankReport]) -> list[list[str]]:

@@ -193,32 +193,29 @@ class StepRecording:
         peak = self.tracker.bytes_at(self.tracker.peak_event(self.begin, self.update_start))
         batch_bytes = self.tracker.bytes_at(self.begin, since=self.before_batch)
         _add_scaled(peak, batch_bytes, remaining, self.micro_batches_run)
-        if remaining:
-            first, last = self._period(period)
-            growth = self.tracker.bytes_at(last, since=first)
-            if growth.total() > 0:  # the peak is then in the last period
-                _add_scaled(peak, growth, remaining, period)
+        first, last = self._period(period)
+        growth = self.tracker.bytes_at(last, since=first)
+        if growth.total() > 0:  # the peak is then in the last period
+            _add_scaled(peak, growth, remaining, period)
         after = self.held_after(self.tracker.peak_event(self.update_start, self.end), remaining, period)
         return (peak, "forward or backward") if peak.total() >= after.total() else (after, "update")
 
     def held_after(self, event: int, remaining: int, period: int) -> Counter[str]:
         """Returns the bytes at an event after the last backward, with `remaining` more micro-batches extrapolated."""
         held = self.tracker.bytes_at(event)
-        if remaining:
-            batch_bytes = self.tracker.surviving_bytes(self.before_batch, self.begin, event)
-            _add_scaled(held, batch_bytes, remaining, self.micro_batches_run)
-            _add_scaled(held, self.tracker.surviving_bytes(*self._period(period), event), remaining, period)
+        batch_bytes = self.tracker.surviving_bytes(self.before_batch, self.begin, event)
+        _add_scaled(held, batch_bytes, remaining, self.micro_batches_run)
+        _add_scaled(held, self.tracker.surviving_bytes(*self._period(period), event), remaining, period)
         return held
 
     def traffic(self, remaining: int, period: int) -> tuple[CollectiveTraffic, ...]:
         counts, sizes = self.tracker.traffic_between(self.begin, self.end)
-        if remaining:
-            for total, steady in zip((counts, sizes), self.tracker.traffic_between(*self._period(period)), strict=True):
-                _add_scaled(total, steady, remaining, period)
+        for total, steady in zip((counts, sizes), self.tracker.traffic_between(*self._period(period)), strict=True):
+            _add_scaled(total, steady, remaining, period)
         return tuple(CollectiveTraffic(*kind, counts[kind], sizes[kind]) for kind in sorted(counts, key=by_axis))
 
     def _period(self, length: int) -> tuple[int, int]:
-        return self.forward_starts[-1 - length], self.forward_starts[-1]
+        return self.forward_starts[-1 - length :][0], self.forward_starts[-1]
 
 
 def _add_scaled(total: Counter[Any], part: Counter[Any], times: int, divisor: int) -> None:
