@@ -152,12 +152,11 @@ HASH_MULTIPLIER = 0x5851F42D4C957F2D
 class RedundantCompute:
     """Before some steps, all data-parallel ranks compute a micro-batch that one of them, the owner, trains on.
 
-    Checksums detect changes in memory, but not a device that computes wrong results before gradients are reduced. Every
-    `run.redundant_compute_every` steps, all data-parallel ranks compute the loss of one micro-batch, drawn at random
-    from the seed and the step, and its gradient with respect to the output of the first module. The owner computes both
-    again in the step itself. Dropout depends on the sample and not on the rank, so all results are bitwise equal. The
-    majority is right: even two ranks give three results. On a GPU only the loss is compared, because attention backward
-    kernels sum in no fixed order."""
+    Checksums do not detect a device that computes wrong results before gradients are reduced. Every
+    `run.redundant_compute_every` steps, all compute the loss of one micro-batch, drawn from the seed and the step, and
+    its gradient with respect to the output of the first module. The owner computes both again in the step itself. All
+    results are bitwise equal, and the majority is right: even two ranks give three results. On a GPU only the loss is
+    compared, because attention backward kernels sum in no fixed order."""
 
     def __init__(self, job: Job, engine: Engine):
         self.job, self.engine, self.data = job, engine, engine.mesh["data"]

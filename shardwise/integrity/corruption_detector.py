@@ -85,7 +85,15 @@ class CorruptionDetector:
     def reset(self) -> None:
         """Call after weights and optimizer states were initialized or loaded."""
         if self.enabled:
-            self.parts = self.parts or self._choose_parts()
+            if not self.parts:  # the number that keeps checksums below `MAX_OVERHEAD` on the rank with the most to read
+                sizes, kind = [entry.tensor.nbytes for entry in self.state_checksums.weights()], self.device.type
+                cost_per_pass = FLOPS_PER_BYTE[kind] * sum(sizes) + FLOPS_PER_CHECKSUM[kind] * len(sizes)
+                # Seven passes: weights and two optimizer moments, each before and after the update, and gradients.
+                cost = torch.tensor(7.0 * cost_per_pass, device=self.device)
+                if self.world > 1:
+                    dist.all_reduce(cost, dist.ReduceOp.MAX)
+                parts = math.ceil(float(cost) / (MAX_OVERHEAD * self.flops))
+                self.parts = min(max(1, parts), checksums.MAX_PARTS)
             self.expected = self.observed = self._compute(self._tracked_state())
 
     def before_step(self, step: int, samples: Samples) -> None:
@@ -156,16 +164,6 @@ class CorruptionDetector:
         if self.parts > 1:
             tracked = [entry for entry in tracked if crc32(entry.label.encode()) % self.parts == self.current_part]
         return compute_checksums(tracked, self.device)
-
-    def _choose_parts(self) -> int:
-        """Returns the number of parts that keeps checksums below `MAX_OVERHEAD` on the rank with the most to read."""
-        sizes, kind = [entry.tensor.nbytes for entry in self.state_checksums.weights()], self.device.type
-        cost_per_pass = FLOPS_PER_BYTE[kind] * sum(sizes) + FLOPS_PER_CHECKSUM[kind] * len(sizes)
-        # Seven passes: weights and two optimizer moments, each before and after the update, and gradients.
-        cost = torch.tensor(7.0 * cost_per_pass, device=self.device)
-        if self.world > 1:
-            dist.all_reduce(cost, dist.ReduceOp.MAX)
-        return min(max(1, math.ceil(float(cost) / (MAX_OVERHEAD * self.flops))), checksums.MAX_PARTS)
 
     def _locate_corruption(self, step: int) -> list[Corruption]:
         """All-gathers the checksums of every tensor, and returns which ranks and tensors are corrupt."""

@@ -61,7 +61,16 @@ def design_grid(
         targets = middle * np.geomspace(1 / spread, spread, sizes) if sizes > 1 else [middle]
         models = {(model.width, model.layers): model
                   for model in (model_of_size(template, target, parameter_scope) for target in targets)}  # fmt: skip
-        jobs += [_make_grid_job(template, model, flops, parameter_scope, folder) for model in models.values()]
+        for model in models.values():
+            parameters = count_parameters(model, parameter_scope)
+            name = f"c{flops:.2g}-n{format_count(parameters).lower()}".replace("+", "")
+            tokens = flops / (shape_of(model).flops(1) / model.sequence)
+            job = job_for_budget(template, model, flops, tokens)
+            batch_tokens, values = job.samples * model.sequence, job.model_dump(exclude_unset=True)
+            values["tokens"] = max(1, round(tokens / batch_tokens)) * batch_tokens
+            values["validation"] = {"samples": VALIDATION_SAMPLES, **values.get("validation", {})}
+            values["run"] = {"folder": str(folder / "runs" / name), **values.get("run", {})}
+            jobs.append(GridJob(folder / f"{name}.toml", make_job(values, name), flops, parameters))
     return jobs
 
 
@@ -93,19 +102,6 @@ def make_template(settings: Sequence[str], flops: float) -> Job:
     if "sequence" not in model.model_fields_set:
         model = model.model_copy(update={"sequence": LONG_SEQUENCE if flops >= 1e17 else SHORT_SEQUENCE})
     return template.model_copy(update={"model": model})
-
-
-def _make_grid_job(template: Job, model: DecoderConfig, flops: float, parameter_scope: str, folder: Path) -> GridJob:
-    parameters = count_parameters(model, parameter_scope)
-    name = f"c{flops:.2g}-n{format_count(parameters).lower()}".replace("+", "")
-    tokens = flops / (shape_of(model).flops(1) / model.sequence)
-    job = job_for_budget(template, model, flops, tokens)
-    batch_tokens = job.samples * model.sequence
-    values = job.model_dump(exclude_unset=True)
-    values["tokens"] = max(1, round(tokens / batch_tokens)) * batch_tokens
-    values["validation"] = {"samples": VALIDATION_SAMPLES, **values.get("validation", {})}
-    values["run"] = {"folder": str(folder / "runs" / name), **values.get("run", {})}
-    return GridJob(folder / f"{name}.toml", make_job(values, name), flops, parameters)
 
 
 def job_for_budget(template: Job, model: DecoderConfig, flops: float, tokens: float, devices: int = 1) -> Job:

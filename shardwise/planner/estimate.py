@@ -206,7 +206,7 @@ class Estimator:
         if self.keeps_compute_copy(layout):
             update_bytes = UPDATE_BYTES + (ACCUMULATE_BYTES * micro_batches if micro_batches > 1 else 0.0)
         copied_seconds = self.work.framework_profile.offloaded_bytes * updated / HOST_LINK_BANDWIDTH
-        return data, max(self.machine.bulk_memory_time(update_bytes * updated), copied_seconds)
+        return data, max(self.machine.memory_time(update_bytes * updated, bulk=True), copied_seconds)
 
     def exposed(self, layout: Layout) -> dict[str, float]:
         """Returns the seconds of a step that the busiest rank waits for communication, by axis."""
@@ -291,7 +291,9 @@ class Estimator:
         moved = self.work.framework_profile.cast_bytes
         if moved and not self.keeps_compute_copy(layout):
             weights = self.memory_inputs(layout)
-            backward_extra += self.machine.bulk_memory_time(moved * (weights.block_weights + weights.expert_weights))
+            backward_extra += self.machine.memory_time(
+                moved * (weights.block_weights + weights.expert_weights), bulk=True
+            )
         forward = self.machine.bottleneck_time(inner.forward + inner.traffic, inner.launch_seconds)
         backward = self.machine.bottleneck_time(inner.backward + backward_extra, 2 * inner.launch_seconds)
         backward += recompute_fraction * forward

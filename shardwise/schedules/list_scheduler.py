@@ -89,7 +89,9 @@ class ListScheduler:
 
     def _schedule_next(self, rank: int, now: float) -> None:
         forward, forward_at, blocked = self._next_forward(rank, now)
-        backward, backward_at = self._next_backward(rank)
+        started, ended = self.next["F"], self.next[self.backward]
+        begun = ((self.backward_ready_at[s][ended[s]], s) for s in self.stages_by_rank[rank] if ended[s] < started[s])
+        backward_at, backward = min(begun, default=(inf, -1))
         pending, next_input_at, costs = self.pending_weights[rank], min(forward_at, backward_at), self.problem.costs
         if forward_at <= now:
             self._start("F", rank, forward, now)
@@ -123,12 +125,6 @@ class ListScheduler:
             return ready[0] if self.rules.later_stages_first else ready[-1], now, blocked
         at, stage = min(options, default=(inf, -1))
         return stage, at, blocked
-
-    def _next_backward(self, rank: int) -> tuple[int, float]:
-        forward, backward = self.next["F"], self.next[self.backward]
-        begun = (s for s in self.stages_by_rank[rank] if backward[s] < forward[s])
-        at, stage = min(((self.backward_ready_at[s][backward[s]], s) for s in begun), default=(inf, -1))
-        return stage, at
 
     def _start(self, kind: str, rank: int, stage: int, now: float) -> None:
         """Starts an action on the next micro-batch of its kind and stage, and delivers its result to the next action
