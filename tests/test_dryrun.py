@@ -254,7 +254,7 @@ def test_the_plan_is_what_the_engine_does(case: tuple[dict[str, Any], str, str, 
     reports = run_world(every_stage, 1, job, layout)[0]
     estimator = make_estimator(job, find_cluster("h100"))
     prediction = estimator.predict(layout)
-    assert estimator.work.engine is not None
+    assert estimator.engine is not None
     for rank, (report, memory) in enumerate(zip(reports, prediction.memory, strict=True)):
         error = (memory.total - memory.reserve) / report.total - 1
         # The order of a V of our own may have all micro-batches in flight before there are gradients.

@@ -23,18 +23,6 @@ from shardwise.schedules.synthesize import make_auto_schedule
 
 
 @dataclass(frozen=True)
-class Workload:
-    """What a step computes, independent of the layout."""
-
-    shape: ModelShape
-    kernel_profile: KernelProfile
-    samples: int
-    framework_profile: FrameworkProfile = FrameworkProfile()
-    # Our engine's exact stages and memory, if known. Otherwise stages are split as evenly as possible.
-    engine: EngineModel | None = None
-
-
-@dataclass(frozen=True)
 class Prediction:
     layout: Layout
     seconds: float
@@ -91,12 +79,16 @@ class Estimator:
 
     `benchmarks/frameworks.py` overrides attributes and methods to predict other people's software."""
 
-    def __init__(self, machine: Machine, work: Workload):
-        self.machine, self.work = machine, work
-        self.efficiency = machine.efficiency
-        self.time_model = BlockTimeModel(machine, work.shape, work.kernel_profile)
+    def __init__(
+        self, machine: Machine, shape: ModelShape, kernel_profile: KernelProfile, samples: int,
+        framework_profile: FrameworkProfile, engine: EngineModel | None = None,
+    ):  # fmt: skip
+        """`engine`: our engine's exact stages and memory, if known. Otherwise stages are as equal as possible."""
+        self.machine, self.shape, self.kernel_profile, self.samples = machine, shape, kernel_profile, samples
+        self.framework_profile, self.engine, self.efficiency = framework_profile, engine, machine.efficiency
+        self.time_model = BlockTimeModel(machine, shape, kernel_profile)
         self.gathers_per_block = 1  # FSDP gathers a block's weights in one collective
-        self.reduced_gradient_bytes = work.framework_profile.gradient_bytes
+        self.reduced_gradient_bytes = framework_profile.gradient_bytes
         self.schedule_time: ScheduleTime = step_seconds
 
     def predict(self, layout: Layout) -> Prediction:
@@ -107,13 +99,13 @@ class Estimator:
         return Prediction(layout, self.step_time(layout, pipeline), bubble, update, memory, self.exposed(layout))
 
     def memory(self, layout: Layout, rank: int) -> RankMemory:
-        engine, micro_batches = self.work.engine, self.micro_batches(layout)
+        engine, micro_batches = self.engine, self.micro_batches(layout)
         if engine is not None and layout.context == layout.expert == 1:
             is_auto = self.is_auto_schedule(layout)
             peaks = self.auto_schedule(layout).program.peak_in_flight(rank) if is_auto else None
-            return engine.memory(layout, rank, micro_batches, self.work.framework_profile, peaks)
+            return engine.memory(layout, rank, micro_batches, self.framework_profile, peaks)
         inputs, stage = self.memory_inputs(layout), self.stages(layout).ranks[rank]
-        profiles = self.work.framework_profile, self.work.kernel_profile.itemsize
+        profiles = self.framework_profile, self.kernel_profile.itemsize
         return memory_model.rank_memory(inputs, *profiles, layout, rank, stage, micro_batches)
 
     @staticmethod
@@ -123,11 +115,11 @@ class Estimator:
 
     @cached_by(lambda self, layout: layout)
     def auto_schedule(self, layout: Layout) -> Simulation:
-        engine, count = self.work.engine, self.micro_batches(layout)
+        engine, count = self.engine, self.micro_batches(layout)
         assert engine is not None
         return make_auto_schedule(
             layout, self.stage_costs(layout), count,
-            lambda rank, peaks: engine.memory(layout, rank, count, self.work.framework_profile, peaks).total,
+            lambda rank, peaks: engine.memory(layout, rank, count, self.framework_profile, peaks).total,
             self.machine.device.memory,
         )  # fmt: skip
 
@@ -156,7 +148,7 @@ class Estimator:
     def step_time(self, layout: Layout, pipeline: float) -> float:
         """Returns the seconds of a step whose micro-batches take `pipeline` seconds."""
         if self.efficiency.uncontended_speedup > 1.0 and layout.pipeline > 1:  # idle ranks leave their cores to others
-            whole_model = StageLayers(self.work.shape.layers, True, True)
+            whole_model = StageLayers(self.shape.layers, True, True)
             balanced = whole_model.sum(*self.module_load(layout)) / layout.pipeline
             balanced = self.micro_batches(layout) * (balanced + self.exposed_p2p(layout))
             pipeline = max(pipeline / self.efficiency.uncontended_speedup, balanced)
@@ -202,10 +194,10 @@ class Estimator:
         dense_weights, experts = inputs.dense_weights(fullest), fullest.blocks * inputs.expert_weights
         data = self.data(layout, dense_weights, experts, fullest.blocks * (block.forward + block.backward))
         updated = memory_model.sharded_weights(layout, dense_weights, experts)
-        update_bytes = self.work.framework_profile.update_bytes
+        update_bytes = self.framework_profile.update_bytes
         if self.keeps_compute_copy(layout):
             update_bytes = UPDATE_BYTES + (ACCUMULATE_BYTES * micro_batches if micro_batches > 1 else 0.0)
-        copied_seconds = self.work.framework_profile.offloaded_bytes * updated / HOST_LINK_BANDWIDTH
+        copied_seconds = self.framework_profile.offloaded_bytes * updated / HOST_LINK_BANDWIDTH
         return data, max(self.machine.memory_time(update_bytes * updated, bulk=True), copied_seconds)
 
     def exposed(self, layout: Layout) -> dict[str, float]:
@@ -221,11 +213,11 @@ class Estimator:
     def stages(self, layout: Layout) -> StagePartition:
         """Returns our engine's stages; without an `EngineModel` the user's, or stages as equal as possible."""
         p = layout.pipeline
-        if self.work.engine is not None:
-            stages = self.work.engine.stages(layout)
+        if self.engine is not None:
+            stages = self.engine.stages(layout)
         else:
             blocks, last = list(layout.stages) or [0] * layout.stage_count, layout.stage_count - 1
-            for rank, count in enumerate(split_evenly(self.work.shape.layers, p)) if not layout.stages else ():
+            for rank, count in enumerate(split_evenly(self.shape.layers, p)) if not layout.stages else ():
                 for stage, stage_blocks in zip(layout.stages_of(rank), split_evenly(count, layout.stages_per_rank)):
                     blocks[stage] = stage_blocks
             stages = tuple(StageLayers(n, stage == 0, stage == last) for stage, n in enumerate(blocks))
@@ -237,24 +229,24 @@ class Estimator:
         return StagePartition(stages, ranks, tuple(sorted(representatives)), tuple(set(ranks)))
 
     def micro_batches(self, layout: Layout) -> int:
-        return max(1, round(self.work.samples / layout.data / layout.micro_batch))
+        return max(1, round(self.samples / layout.data / layout.micro_batch))
 
     def parallel_degrees(self, layout: Layout) -> ParallelDegrees:
         # The tensor axis splits only experts wider than the model: splitting narrower ones makes matmuls too small.
-        expert_tensor = layout.tensor if self.work.shape.expert_ffn > self.work.shape.width else 1
+        expert_tensor = layout.tensor if self.shape.expert_ffn > self.shape.width else 1
         return ParallelDegrees(layout.tensor, layout.context, layout.expert, layout.micro_batch, expert_tensor)
 
     @cached_by(lambda self, degrees: degrees)
     def module_times(self, degrees: ParallelDegrees) -> tuple[ModuleTime, ModuleTime, ModuleTime]:
         """Returns the times of a block (dense and sparse blocks averaged), the embedding and the head."""
-        model, share = self.time_model, self.work.shape.sparse_layers / self.work.shape.layers
+        model, share = self.time_model, self.shape.sparse_layers / self.shape.layers
         dense = model.block(degrees, False) if share < 1 else ModuleTime()
         sparse = model.block(degrees, True) if share else ModuleTime()
         return dense.lerp(sparse, share), model.embedding(degrees), model.head(degrees)
 
     @cached_by(memory_inputs_key)
     def memory_inputs(self, layout: Layout) -> MemoryInputs:
-        shape, itemsize, t = self.work.shape, self.work.kernel_profile.itemsize, layout.tensor
+        shape, itemsize, t = self.shape, self.kernel_profile.itemsize, layout.tensor
         tokens, share = layout.micro_batch * shape.sequence / layout.context, shape.sparse_layers / shape.layers
         dense_weights, head_weights = shape.attention_weights + shape.dense_ffn_weights, shape.vocab * shape.width / t
         dense = self.activation_bytes(layout, False)
@@ -271,12 +263,12 @@ class Estimator:
                 layout.recompute, kept_fraction * saved_all + (1 - kept_fraction) * full
             ),
             recomputed_per_block=0.0 if layout.recompute == "none" else saved_all,
-            logits=self.work.framework_profile.logits * tokens * shape.logit_fraction * shape.vocab / t,
+            logits=self.framework_profile.logits * tokens * shape.logit_fraction * shape.vocab / t,
             hidden_bytes=hidden_bytes, recv_buffer_bytes=hidden_bytes / t, kept_fraction=kept_fraction,
         )  # fmt: skip
 
     def activation_bytes(self, layout: Layout, sparse: bool) -> tuple[float, float, float]:
-        return memory_model.block_activation_bytes(self.work.shape, self.work.kernel_profile.itemsize, layout, sparse)
+        return memory_model.block_activation_bytes(self.shape, self.kernel_profile.itemsize, layout, sparse)
 
     @cached_by(
         lambda self, layout: (
@@ -288,7 +280,7 @@ class Estimator:
         inner, _, _ = self.module_times(self.parallel_degrees(layout))
         recompute_fraction = 1.0 - layout.kept_fraction
         backward_extra = inner.traffic
-        moved = self.work.framework_profile.cast_bytes
+        moved = self.framework_profile.cast_bytes
         if moved and not self.keeps_compute_copy(layout):
             weights = self.memory_inputs(layout)
             backward_extra += self.machine.memory_time(
@@ -313,11 +305,11 @@ class Estimator:
         return self.machine.memory_time(block.moved_bytes)
 
     def keeps_compute_copy(self, layout: Layout) -> bool:
-        return self.work.engine is not None and self.work.engine.keeps_compute_copy(layout)
+        return self.engine is not None and self.engine.keeps_compute_copy(layout)
 
     def _weight_gather_time(self, layout: Layout) -> float:
         """Returns the seconds to all-gather a block's weights over the shard axis, or to reduce-scatter gradients."""
-        stride, size = layout.tensor * layout.context, self.work.kernel_profile.itemsize
+        stride, size = layout.tensor * layout.context, self.kernel_profile.itemsize
         inputs = self.memory_inputs(layout)
         block, experts = (size * w for w in (inputs.block_weights, inputs.expert_weights))
         gather = self.machine.all_gather(block, layout.shard, stride, block / self.gathers_per_block)
@@ -335,9 +327,9 @@ class Estimator:
 
     def stage_output_bytes(self, layout: Layout) -> float:
         """Returns the bytes of one micro-batch that one stage sends to the next."""
-        shape = self.work.shape
+        shape = self.shape
         tokens = layout.micro_batch * shape.sequence / layout.context
-        return self.work.kernel_profile.itemsize * tokens * shape.width / layout.tensor
+        return self.kernel_profile.itemsize * tokens * shape.width / layout.tensor
 
     def data(self, layout: Layout, dense_weights: float, experts: float, last_pass: float) -> float:
         """Returns the exposed seconds per step of reducing gradients and gathering updated weights."""
@@ -358,7 +350,7 @@ class Estimator:
     def _sync_times(self, layout: Layout, numel: float, shard: int, replicas: int, stride: int) -> tuple[float, float]:
         """Returns the seconds to reduce gradients over shard and replicate ranks and to gather updated weights, without
         what ZeRO 2 and 3 communicate in each micro-batch."""
-        gradient, size = self.reduced_gradient_bytes, self.work.kernel_profile.itemsize
+        gradient, size = self.reduced_gradient_bytes, self.kernel_profile.itemsize
         all_gather, all_reduce = self.machine.all_gather, self.machine.all_reduce
         bucket = self.bucket_bytes(layout)
         reduce = all_gather(gradient * numel, shard, stride, bucket) if layout.zero == 1 else 0.0

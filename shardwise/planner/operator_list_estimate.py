@@ -50,12 +50,12 @@ HOST_LINK_BANDWIDTH = 25e9  # bytes per second and direction between host and de
 class OperatorListEstimator(Estimator):
     @property
     def model(self) -> OperatorListModel:
-        assert isinstance(self.work.shape, OperatorListModel)
-        return self.work.shape
+        assert isinstance(self.shape, OperatorListModel)
+        return self.shape
 
     @cached_by(lambda self, degrees: degrees)
     def module_times(self, degrees: ParallelDegrees) -> tuple[ModuleTime, ModuleTime, ModuleTime]:
-        machine, profile, tensor = self.machine, self.work.kernel_profile, degrees.tensor
+        machine, profile, tensor = self.machine, self.kernel_profile, degrees.tensor
         parts = self._split_ends(degrees.micro_batch, tensor)
         times = ([astuple(operators_time(machine, profile, module, tensor)) for module in part] for part in parts)
         first, blocks, last = (ModuleTime(*map(mean, zip(*part))) for part in times)
@@ -72,7 +72,7 @@ class OperatorListEstimator(Estimator):
     @cached_by(memory_inputs_key)
     def memory_inputs(self, layout: Layout) -> MemoryInputs:
         first, blocks, last = self._split_ends(layout.micro_batch, layout.tensor)
-        itemsize = self.work.kernel_profile.itemsize
+        itemsize = self.kernel_profile.itemsize
         typical = max if layout.pipeline > 1 else mean  # some stage has only the largest blocks
         saved_all = typical(module.saved_bytes for module in blocks)
         inputs = typical(module.output_bytes for module in blocks)
@@ -98,7 +98,7 @@ class OperatorListEstimator(Estimator):
         seconds, tables = super().data(layout, dense_weights, experts, last_pass), self.model.tables
         if not tables:
             return seconds
-        samples = self.work.samples / layout.data
+        samples = self.samples / layout.data
         pooled_bytes = samples * sum(4.0 * table.width for table in tables)
         row_bytes = sum(4.0 * table.width * table.lookups_per_sample for table in tables)  # read for one sample
         one_way = pooled_bytes / HOST_LINK_BANDWIDTH + self.machine.all_to_all(pooled_bytes, layout.data, 1)

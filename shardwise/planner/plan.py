@@ -21,7 +21,7 @@ from shardwise.planner.costs.engine_memory import EngineModel
 from shardwise.planner.costs.machine import Machine, efficiency_of
 from shardwise.planner.costs.memory_model import engine_profile
 from shardwise.planner.costs.model_shape import ModelShape, OperatorListModel, shape_of
-from shardwise.planner.estimate import Estimator, Prediction, Workload
+from shardwise.planner.estimate import Estimator, Prediction
 from shardwise.planner.operator_list_estimate import OperatorListEstimator
 from shardwise.planner.search import SearchResult, search
 
@@ -108,7 +108,7 @@ def make_plan(
     """Returns the plan of a job. `runnable`: only layouts that our engine runs; of equally fast ones the simplest."""
     estimator = make_estimator(job, cluster)
     if layout is not None:
-        resolved = resolve_layout(job, estimator.work.shape, Layout.parse(layout))
+        resolved = resolve_layout(job, estimator.shape, Layout.parse(layout))
         if devices is not None and devices != resolved.world:
             raise LayoutError(f"layout '{resolved}' has {resolved.world} devices, not {devices}; leave --devices out.")
         begin = time.perf_counter()
@@ -126,7 +126,7 @@ def make_plan(
     reasons = ("", *(explain_gap(estimator, best, other) for other in result.best[1:]))
     return Plan(
         job, cluster, best.layout.world, result.best, reasons, neighbours, result.evaluated, result.seconds,
-        estimator.work.shape,
+        estimator.shape,
     )  # fmt: skip
 
 
@@ -187,7 +187,7 @@ def make_estimator(job: Job, cluster: Cluster) -> Estimator:
             framework_profile, optimizer_bytes=0.0, offloaded_bytes=framework_profile.optimizer_bytes,
             fixed_bytes=framework_profile.fixed_bytes + BUFFERS * PART * framework_profile.optimizer_bytes / trained,
         )  # fmt: skip
-    return estimator_class(machine, Workload(shape, kernel_profile, job.samples, framework_profile, engine=engine))
+    return estimator_class(machine, shape, kernel_profile, job.samples, framework_profile, engine)
 
 
 def auto_schedule_order(job: Job, layout: Layout, cluster: Cluster) -> PipelineOrder | None:
@@ -195,7 +195,7 @@ def auto_schedule_order(job: Job, layout: Layout, cluster: Cluster) -> PipelineO
     if not Estimator.is_auto_schedule(layout):
         return None
     estimator = make_estimator(job, cluster)
-    return estimator.auto_schedule(resolve_layout(job, estimator.work.shape, layout)).program.order
+    return estimator.auto_schedule(resolve_layout(job, estimator.shape, layout)).program.order
 
 
 def _auto_schedule_variants(job: Job, estimator: Estimator, layout: Layout) -> list[Prediction]:
@@ -211,7 +211,7 @@ def _auto_schedule_variants(job: Job, estimator: Estimator, layout: Layout) -> l
         for schedule, virtual in candidates:
             with suppress(LayoutError):  # the model or batch does not allow it
                 variant = replace(layout, schedule=schedule, virtual=virtual)
-                predictions.append(estimator.predict(resolve_layout(job, estimator.work.shape, variant)))
+                predictions.append(estimator.predict(resolve_layout(job, estimator.shape, variant)))
         return sorted(predictions, key=rank)
 
     names = [("1f1b", 0), ("interleaved", 2), ("interleaved", 4), ("zero-bubble", 0), ("zbv", 0), ("dualpipev", 0)]
@@ -272,8 +272,8 @@ def near_misses(estimator: Estimator, best: Prediction) -> Iterator[str]:
     for choice, changes in _neighbor_layouts(best.layout):
         try:
             layout = replace(best.layout, **changes)
-            solve_batch(layout, estimator.work.samples)
-            if str(layout) in seen or estimator.work.shape.heads % layout.tensor:
+            solve_batch(layout, estimator.samples)
+            if str(layout) in seen or estimator.shape.heads % layout.tensor:
                 continue
             reason = explain_gap(estimator, best, estimator.predict(layout))
         except LayoutError:  # invalid, or not possible for this model
