@@ -48,10 +48,7 @@ HOST_LINK_BANDWIDTH = 25e9  # bytes per second and direction between host and de
 
 
 class OperatorListEstimator(Estimator):
-    @property
-    def model(self) -> OperatorListModel:
-        assert isinstance(self.shape, OperatorListModel)
-        return self.shape
+    shape: OperatorListModel
 
     @cached_by(lambda self, degrees: degrees)
     def module_times(self, degrees: ParallelDegrees) -> tuple[ModuleTime, ModuleTime, ModuleTime]:
@@ -63,8 +60,8 @@ class OperatorListEstimator(Estimator):
 
     def _split_ends(self, micro_batch: int, tensor: int) -> tuple[Modules, Modules, Modules]:
         """Returns first module, blocks and last module; without ends, all modules are blocks."""
-        modules = self.model.make_operators(micro_batch, *([tensor] if tensor > 1 else []))
-        return (modules[:1], modules[1:-1], modules[-1:]) if self.model.has_ends else ((), modules, ())
+        modules = self.shape.make_operators(micro_batch, *([tensor] if tensor > 1 else []))
+        return (modules[:1], modules[1:-1], modules[-1:]) if self.shape.has_ends else ((), modules, ())
 
     def stage_output_bytes(self, layout: Layout) -> float:
         return self.memory_inputs(layout).recv_buffer_bytes
@@ -95,7 +92,7 @@ class OperatorListEstimator(Estimator):
         )  # fmt: skip
 
     def data(self, layout: Layout, dense_weights: float, experts: float, last_pass: float) -> float:
-        seconds, tables = super().data(layout, dense_weights, experts, last_pass), self.model.tables
+        seconds, tables = super().data(layout, dense_weights, experts, last_pass), self.shape.tables
         if not tables:
             return seconds
         samples = self.samples / layout.data
