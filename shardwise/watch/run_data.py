@@ -40,6 +40,7 @@ class JsonLinesReader:
         self.path, self.on_reset, self.on_record = path, on_reset, on_record
         self.offset, self.version = 0, (0, 0, 0)
         """Bytes read; and inode, size and time of the last read: an unchanged file is not opened."""
+        on_reset()
 
     def read(self) -> None:
         try:
@@ -73,9 +74,6 @@ class RunData:
             raise JobError(f"{path} is not a run folder: it has no job.toml.")
         self.path, self.config_version, self.plan = path, "", JsonObject()
         self._load_config()
-        self._reset_metrics()
-        self._reset_ranks()
-        self._reset_events()
         self.logs = [
             JsonLinesReader(path / "metrics.jsonl", self._reset_metrics, self._add_metrics),
             JsonLinesReader(path / "ranks.jsonl", self._reset_ranks, self._add_rank_line),

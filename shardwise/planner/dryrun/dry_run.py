@@ -160,19 +160,16 @@ def measure_rank(job: Job, layout: Layout, fake: bool = True, all_micro_batches:
     recording = _record_step(job, layout, count, fake)
     remaining = batch.micro_batches - count
     memory, peak_phase = recording.memory(remaining, period)
+    held = recording.held_after(recording.end, remaining, period)
     return RankReport(
         layout=str(layout), rank=recording.engine.mesh.rank,
         stages=layout.stages_of(recording.engine.mesh["pipeline"].index),
         modules=tuple(tuple(name for name, _ in chain.named_children()) for chain in recording.engine.chains),
-        memory=_by_role(memory), peak_phase=peak_phase,
-        resident_memory=_by_role(recording.held_after(recording.end, remaining, period)),
+        memory={role: memory[role] for role in ROLES}, peak_phase=peak_phase,
+        resident_memory={role: held[role] for role in ROLES},
         traffic=recording.traffic(remaining, period), micro_batches=batch.micro_batches, micro_batches_run=count,
         seconds=time.perf_counter() - begin,
     )  # fmt: skip
-
-
-def _by_role(memory: Counter[str]) -> dict[str, int]:
-    return {role: memory[role] for role in ROLES}
 
 
 @dataclass
