@@ -59,14 +59,14 @@ def laws_fit(
     as_json: JsonFlag = False,
 ) -> None:
     """Fits L(N, D) = E + A / N^alpha + B / D^beta to runs, with confidence intervals, residuals and outliers."""
+    from shardwise.files import write_text
     from shardwise.laws.command import fit_lines
-    from shardwise.laws.fit import fit_scaling_law
-    from shardwise.laws.fitted_law import fit_as_dict, write_fit
+    from shardwise.laws.fit import fit_as_dict, fit_scaling_law
     from shardwise.laws.runs import read_runs
 
     values = fit_as_dict(fit_scaling_law(read_runs(runs, counts), drop, draws, seed))
     if out is not None:
-        write_fit(out, values)
+        write_text(out, json.dumps(values) + "\n")
     _print(values, fit_lines(values), as_json)
 
 
@@ -82,7 +82,7 @@ def laws_recommend(
     """Recommends model size and tokens for a compute budget, and predicts its loss and that of other sizes."""
     from shardwise.files import malformed_as_data_error
     from shardwise.laws.command import recommend_lines
-    from shardwise.laws.fitted_law import published_law, read_fitted_law
+    from shardwise.laws.fit import published_law, read_fitted_law
     from shardwise.laws.recommend import recommend_with_plan
 
     fitted_law = published_law() if law is None else read_fitted_law(law)

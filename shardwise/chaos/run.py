@@ -29,8 +29,6 @@ FAILURE_EVENTS = ("killed", "suspended", "hung", "failed", "rollback", "corrupti
 
 @dataclass(frozen=True)
 class FaultOutcome:
-    """How one fault was detected."""
-
     fault: Fault
     detected_as: str  # the event that reports it; "masked": another fault ended the same attempt; empty: not detected
     seconds: float  # seconds from the fault to the event

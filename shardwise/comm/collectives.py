@@ -141,3 +141,11 @@ def reduce_scatter_with_grad(x: Tensor, dim: int, axis: Axis) -> Tensor:
 def all_to_all_with_grad(x: Tensor, received: list[int], sent: list[int], axis: Axis) -> Tensor:
     """Sends `sent[i]` rows to rank i and receives `received[i]` from it; counts the bytes sent."""
     return _AllToAll.apply(x, received, sent, axis)  # type: ignore[no-any-return]
+
+
+def ping_pong(tensor: Tensor, first: int, second: int, group: dist.ProcessGroup | None = None) -> None:
+    """Sends a tensor from one rank to another and back; other ranks do nothing."""
+    if dist.get_rank() in (first, second):
+        is_first = dist.get_rank() == first
+        for transfer in (dist.send, dist.recv) if is_first else (dist.recv, dist.send):
+            transfer(tensor, second if is_first else first, group)

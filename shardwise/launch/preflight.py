@@ -16,8 +16,8 @@ from typing import Any
 import psutil
 import torch
 
-from shardwise.bench.comm import ping_pong
 from shardwise.cluster import GIB
+from shardwise.comm.collectives import ping_pong
 from shardwise.comm.objects import all_gather_json
 from shardwise.job import Job
 from shardwise.launch.cluster_environment import ClusterEnvironment

@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,22 +48,17 @@ FIRST_WAIT = FIRST_PHASE + len(PHASES)
 PEAK_MEMORY = FIRST_WAIT + len(WAIT_AXES)
 
 
-@dataclass
-class RankMetrics:
-    """One step of one rank, from its start to the start of the next."""
-
-    start: float = 0.0  # Unix time, on the clock of rank 0
-    seconds: float = 0.0
-    phase_seconds: dict[str, float] = field(default_factory=dict)  # seconds by phase, without waits for other ranks
-    wait_seconds: dict[str, float] = field(default_factory=dict)  # seconds waited for other ranks, by mesh axis
-    peak_memory: float = 0.0  # peak memory so far, in bytes
-    memory_by_kind: dict[str, float] = field(default_factory=dict)  # bytes of weights, gradients and optimizer state
-
-    def to_list(self) -> list[float]:
-        phases = [self.phase_seconds.get(phase, 0.0) for phase in PHASES]
-        waits = [self.wait_seconds.get(axis, 0.0) for axis in WAIT_AXES]
-        memory = [self.memory_by_kind.get(kind, 0.0) for kind in MEMORY_KINDS]
-        return [self.start, self.seconds, *phases, *waits, self.peak_memory, *memory]
+def metrics_row(
+    start: float,
+    seconds: float,
+    phase_seconds: dict[str, float],
+    wait_seconds: dict[str, float],
+    memory: dict[str, float],
+) -> list[float]:
+    """Returns the row of one step of one rank, from its start (Unix time on the clock of rank 0) to the next. Phases do
+    not include waits; `memory`: bytes of weights, gradients and optimizer state, and the peak so far."""
+    groups = (phase_seconds, PHASES), (wait_seconds, WAIT_AXES), (memory, ("peak", *MEMORY_KINDS))
+    return [start, seconds, *(values.get(name, 0.0) for values, names in groups for name in names)]
 
 
 @dataclass
@@ -97,12 +92,25 @@ class RankMetricsWriter:
 
     def flush(self, step: int) -> None:
         """Writes the current window, which ends at `step`, as one line."""
-        if self.window:
-            text = json.dumps(to_record(step, len(self.window), sum_steps(self.window)))
-            # A lost line is harmless; checkpoints report a full disk.
-            with suppress(OSError), self.path.open("a") as file:
-                file.write(text + "\n")
-            self.window = []
+        if not self.window:
+            return
+        rows, gib = sum_steps(self.window), 2.0**30
+
+        def columns(names: Sequence[str], first: int, scale: float = 1.0) -> dict[str, list[float]]:
+            values = rows[:, first : first + len(names)].T / scale
+            return {name: column.round(5).tolist() for name, column in zip(names, values, strict=True) if column.any()}
+
+        record = {
+            "step": step, "steps": len(self.window), "start": rows[:, START].round(4).tolist(),
+            "seconds": rows[:, SECONDS].round(5).tolist(), "phase_seconds": columns(PHASES, FIRST_PHASE),
+            "wait_seconds": columns(WAIT_AXES, FIRST_WAIT),
+            "memory_gib": (rows[:, PEAK_MEMORY] / gib).round(4).tolist(),
+            "memory_by_kind_gib": columns(MEMORY_KINDS, PEAK_MEMORY + 1, gib),
+        }  # fmt: skip
+        # A lost line is harmless; checkpoints report a full disk.
+        with suppress(OSError), self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        self.window = []
 
 
 def sum_steps(steps: list[np.ndarray]) -> np.ndarray:
@@ -110,20 +118,6 @@ def sum_steps(steps: list[np.ndarray]) -> np.ndarray:
     total = np.sum(steps, axis=0)
     total[:, START], total[:, PEAK_MEMORY:] = steps[0][:, START], steps[-1][:, PEAK_MEMORY:]
     return np.asarray(total)
-
-
-def to_record(step: int, num_steps: int, rows: np.ndarray) -> dict[str, Any]:
-    def columns(names: Sequence[str], first: int, scale: float = 1.0) -> dict[str, list[float]]:
-        values = rows[:, first : first + len(names)].T / scale
-        return {name: column.round(5).tolist() for name, column in zip(names, values, strict=True) if column.any()}
-
-    gib = 2.0**30
-    return {
-        "step": step, "steps": num_steps, "start": rows[:, START].round(4).tolist(),
-        "seconds": rows[:, SECONDS].round(5).tolist(), "phase_seconds": columns(PHASES, FIRST_PHASE),
-        "wait_seconds": columns(WAIT_AXES, FIRST_WAIT), "memory_gib": (rows[:, PEAK_MEMORY] / gib).round(4).tolist(),
-        "memory_by_kind_gib": columns(MEMORY_KINDS, PEAK_MEMORY + 1, gib),
-    }  # fmt: skip
 
 
 def find_slowest_rank(rows: np.ndarray) -> dict[str, Any]:
@@ -196,8 +190,8 @@ class RankMetricsCollector:
         self.timer = engine.timer
         self.engine, self.optimizer, self.run_path, self.emit_event = engine, optimizer, run_path, emit_event
         self.device, self.rank, self.world, self.is_main = mesh.device, mesh.rank, world, mesh.rank == 0
-        self.last_step, self.last_metrics = 0, RankMetrics()
-        """The last step taken (0 if none since `reset`), and the metrics of the last step that has ended."""
+        self.last_step, self.last_row, self.last_waits = 0, metrics_row(0.0, 0.0, {}, {}, {}), dict[str, float]()
+        """The last step taken (0 if none since `reset`); metrics and waits of the last step that has ended."""
         self.memory_by_kind: dict[str, float] = {}
         self._memory_read_time, self._peak_bytes = -1.0, 0.0
         self._gradient_bytes_hook = optimizer.register_step_pre_hook(self._count_gradient_bytes)
@@ -224,15 +218,15 @@ class RankMetricsCollector:
 
     def _end_step(self) -> None:
         self.timer.begin_phase("")
-        phase_seconds, wait_seconds = self.timer.elapsed()
+        phase_seconds, self.last_waits = self.timer.elapsed()
         if "weights" not in self.memory_by_kind:
             self._gradient_bytes_hook.remove()
             states = [value for state in self.optimizer.state.values() for value in state.values()]
             states = [value for value in states if isinstance(value, Tensor)]
             self.memory_by_kind |= sum_bytes_by_kind({"weights": self._weights(), "optimizer": states})
         seconds = time.perf_counter() - self._step_perf_counter
-        memory = self.peak_memory(), self.memory_by_kind
-        self.last_metrics = RankMetrics(self._step_start, seconds, phase_seconds, wait_seconds, *memory)
+        memory = self.memory_by_kind | {"peak": self.peak_memory()}
+        self.last_row = metrics_row(self._step_start, seconds, phase_seconds, self.last_waits, memory)
         if actions := self.timer.take_recorded_actions():
             offset = self.clock_offset
             shifted = [[*action, round(begin - offset, 6), round(end - offset, 6)] for *action, begin, end in actions]
@@ -263,7 +257,7 @@ class RankMetricsCollector:
     def exchange(self) -> Tensor:
         """All-gathers the metrics of the previous step (ranks, columns), on the device if there are several ranks."""
         device = self.device if self.world > 1 else None  # a copy to the device would wait for the step
-        local_row = torch.tensor(self.last_metrics.to_list(), dtype=torch.float64, device=device)
+        local_row = torch.tensor(self.last_row, dtype=torch.float64, device=device)
         all_rows = local_row.unsqueeze(0)
         if self.world > 1:
             all_rows = local_row.new_empty(self.world, local_row.numel())

@@ -106,7 +106,7 @@ class MetricsProcessor:
         self.engine.timer.bytes_sent.clear()
         if model.reports_routing:
             # A GPU has not finished this step yet, so we report the wait times of the previous step.
-            waits = engine.timer.wait_seconds if self.device.type == "cpu" else self.ranks.last_metrics.wait_seconds
+            waits = engine.timer.wait_seconds if self.device.type == "cpu" else self.ranks.last_waits
             sent_bytes, waited = sent.get("expert", 0), waits.get("expert", 0.0)
             values.extend(routing_stats(model, engine.chains, self.world, self.device, sent_bytes, waited))
         stacked = self._read(torch.stack(values))
