@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 import tomli_w
-from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
+from pydantic import Field, SerializeAsAny, ValidationError, field_validator
 
 from shardwise.errors import JobError, LayoutError, shorten
 from shardwise.files import parse_toml
@@ -43,8 +43,7 @@ class DataConfig(ConfigSection):
     augment: tuple[Literal["crop", "flip", "colour", "cutout"], ...] = ()
     on_bad_record: Literal["stop", "skip"] = "stop"
 
-    @model_validator(mode="after")
-    def _check_mix(self) -> "DataConfig":
+    def model_post_init(self, context: Any) -> None:
         if bool(self.mix) != (self.source == "mix"):
             raise ValueError('source = "mix" and paths below [data.mix] belong together; set both or neither')
         for key in ("chat_template", "train_on", "truncate", "pack"):
@@ -52,18 +51,15 @@ class DataConfig(ConfigSection):
                 raise ValueError(f'{key} = {getattr(self, key)!r} is for source = "chat" only; remove it')
         if self.path and "source" not in self.model_fields_set:
             raise ValueError(f"path = {self.path!r} needs a source: text, jsonl, chat, tokens, criteo or cifar10")
-        return self
 
 
 class BatchConfig(ConfigSection):
     samples: Count | None = Field(None, ge=1, le=10**8)
     tokens: Count | None = Field(None, ge=1, le=10**12)
 
-    @model_validator(mode="after")
-    def _check_one_unit(self) -> "BatchConfig":
+    def model_post_init(self, context: Any) -> None:
         if self.samples is not None and self.tokens is not None:
             raise ValueError("set samples or tokens, not both")
-        return self
 
 
 class OptimizerConfig(ConfigSection):
@@ -82,13 +78,11 @@ class OptimizerConfig(ConfigSection):
     wsd_decay: float = Field(0.2, ge=0.0)
     min_lr_ratio: float = Field(0.1, ge=0.0, le=1.0)
 
-    @model_validator(mode="after")
-    def _check_state_dtype(self) -> "OptimizerConfig":
+    def model_post_init(self, context: Any) -> None:
         if self.state_dtype != "float32" and self.name != "adamw":
             raise ValueError(f"state_dtype = {self.state_dtype!r} works with adamw only, not {self.name}; remove it")
         if self.offload and (self.name != "adamw" or self.state_dtype == "8bit"):
             raise ValueError("offload works with adamw and moments in float32 or bf16 only; remove it or change them")
-        return self
 
 
 class EmbeddingTablesConfig(ConfigSection):
@@ -105,14 +99,12 @@ class GradientConfig(ConfigSection):
     def uncompressed_steps(self, total_steps: int) -> int:
         return round(self.compress_after * total_steps if self.compress_after < 1 else self.compress_after)
 
-    @model_validator(mode="after")
-    def _check_compress(self) -> "GradientConfig":
+    def model_post_init(self, context: Any) -> None:
         if not re.fullmatch(
             r"|fp16|bf16|int8|onebit|topk:0?\.\d{0,9}[1-9]\d{0,9}|powersgd(:rank=[1-9]\d{0,4})?", self.compress
         ):
             methods = "fp16, bf16, int8, onebit, topk:0.01 (a fraction between 0 and 1) or powersgd:rank=4"
             raise ValueError(f"compress = {self.compress!r} is not a compression method; use {methods}")
-        return self
 
 
 class LocalSGDConfig(ConfigSection):
@@ -122,11 +114,9 @@ class LocalSGDConfig(ConfigSection):
     outer_momentum: float = Field(0.9, ge=0.0, lt=1.0)
     fragments: int = Field(1, ge=1, le=10_000)
 
-    @model_validator(mode="after")
-    def _check_fragments(self) -> "LocalSGDConfig":
+    def model_post_init(self, context: Any) -> None:
         if self.fragments > self.every:
             raise ValueError(f"fragments ({self.fragments}) exceeds every ({self.every}); a step sends at most one")
-        return self
 
 
 class LossConfig(ConfigSection):
@@ -160,8 +150,7 @@ class ValidationConfig(ConfigSection):
             return values
         return {name: {"path": value} if isinstance(value, str) else value for name, value in values.items()}
 
-    @model_validator(mode="after")
-    def _check_sets(self) -> "ValidationConfig":
+    def model_post_init(self, context: Any) -> None:
         for name in self.sets:
             if not re.fullmatch(r"[\w-]{1,40}", name) or name in ("loss", "bits_per_byte", "accuracy"):
                 raise ValueError(f"sets: {name!r} is no name for a set; use letters, digits, - and _, and no metric")
@@ -169,16 +158,13 @@ class ValidationConfig(ConfigSection):
             raise ValueError("sets: all weights are 0; give at least one set a weight")
         if self.patience and not self.every:
             raise ValueError("patience counts validations; set every as well")
-        return self
 
 
 class ExportConfig(ConfigSection):
     gates: dict[str, Any] = {}
 
-    @model_validator(mode="after")
-    def _check_gates(self) -> "ExportConfig":
+    def model_post_init(self, context: Any) -> None:
         self.conditions()
-        return self
 
     def conditions(self) -> dict[str, tuple[str, float]]:
         """Returns the gates by dotted name: the comparison and its bound."""
@@ -246,8 +232,7 @@ class Job(ConfigSection):
     def _choose_family(cls, values: Any) -> Any:
         return parse_model(values) if isinstance(values, Mapping) else values
 
-    @model_validator(mode="after")
-    def _check_consistency(self) -> "Job":
+    def model_post_init(self, context: Any) -> None:
         if self.steps is not None and self.tokens is not None:
             raise ValueError("set steps or tokens, not both")
         if self.gradient.compress and self.precision == "fp16":
@@ -266,7 +251,6 @@ class Job(ConfigSection):
                 Layout.parse(self.layout)
             except LayoutError as error:
                 raise ValueError(str(error)) from None
-        return self
 
     @property
     def samples(self) -> int:

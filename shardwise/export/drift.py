@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from scipy import special
 
 from shardwise.data.tokenizer import ByteTokenizer, load_tokenizer
 from shardwise.errors import DataError, JobError
@@ -53,26 +54,13 @@ def _compare(name: str, old: dict[str, Any], new: dict[str, Any], threshold: flo
         test, pooled = "chi-square", (share_a * n + share_b * m) / (n + m)
         filled = pooled > 0
         statistic = float(((share_a - share_b)[filled] ** 2 / pooled[filled]).sum()) * n * m / (n + m)
-        chance_p = _chi_square_tail(statistic, used - 1)
+        chance_p = special.chdtrc(max(1, used - 1), statistic)
     else:
         test, gap = "ks", float(np.abs(np.cumsum(share_a - share_b)).max())
-        chance_p = _kolmogorov_tail(gap * math.sqrt(n * m / (n + m)))
+        chance_p = special.kolmogorov(gap * math.sqrt(n * m / (n + m)))
     # The share of repeated documents is near 0, where a PSI is small.
     is_large = abs(share_b[-1] - share_a[-1]) > DUPLICATE_GAIN if name == "duplicate" else psi > threshold + chance
-    return ColumnDrift(name, psi, chance_p, test, bool(is_large and chance_p < SIGNIFICANCE / columns))
-
-
-def _kolmogorov_tail(x: float) -> float:
-    if x < 0.2:
-        return 1.0
-    return min(1.0, max(0.0, 2 * sum((-1) ** (k - 1) * math.exp(-2 * k * k * x * x) for k in range(1, 101))))
-
-
-def _chi_square_tail(statistic: float, degrees: int) -> float:
-    import torch
-
-    half = torch.tensor([max(1, degrees) / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1]))
+    return ColumnDrift(name, psi, float(chance_p), test, bool(is_large and chance_p < SIGNIFICANCE / columns))
 
 
 def read_profile(path: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,19 +30,17 @@ from shardwise.train.local_machine import host_memory, pick_device
 from shardwise.train.loop import TrainingLoop, make_engine
 from shardwise.train.metrics_processor import StopFlag
 from shardwise.train.run_folder import RunFolder
-from shardwise.workers.fork_server import snapshot_folder_argument, standby_wait
 from shardwise.workers.heartbeat import Heartbeat
 from shardwise.workers.nodes import open_store
 
 GROUP_TIMEOUT = timedelta(minutes=10)
 
 
-def main(arguments: list[str]) -> None:
-    """Entry point of workers that our launcher starts: RUN LAYOUT STORE [--resume] and the fork server's flags."""
+def main(arguments: list[str], **options: Any) -> None:
+    """Entry point of workers that our launcher starts: RUN LAYOUT STORE [--resume], and the fork server's options."""
     folder, layout = RunFolder.open(Path(arguments[0])), Layout.parse(arguments[1])
     try:
-        resume, snapshots = "--resume" in arguments[3:], snapshot_folder_argument(arguments)
-        run_worker(folder, layout, resume, arguments[2], standby_wait(arguments), snapshots)
+        run_worker(folder, layout, "--resume" in arguments[3:], arguments[2], **options)
     except BaseException as error:  # noqa: BLE001 - run_worker has recorded it; the launcher reports it
         # Peers hang in collectives: exit at once, because a regular exit would wait for them.
         sys.stdout.flush()

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from shardwise.console import format_ranks, pluralize, signal_name
 from shardwise.errors import RunError, ShardwiseError, UserError
@@ -49,13 +49,6 @@ class WorkerFailure:
         return (UserError if self.exit_code == 2 else RunError)(text)
 
 
-class ErrorLog(Protocol):
-    """The error records that failed ranks wrote."""
-
-    def error_records(self) -> list[dict[str, Any]]: ...
-    def clear_errors(self) -> None: ...
-
-
 @dataclass
 class Supervisor:
     """Runs one training job through failures and restarts."""
@@ -67,7 +60,7 @@ class Supervisor:
     size: int
     max_restarts: int
     hang_timeout: float
-    error_log: ErrorLog
+    error_log: Any  # the run folder: `error_records` of failed ranks, `clear_errors`
     log_event: Callable[..., None]  # called with the kind of an event, its message, and its fields as keywords
     # Elastic runs only: returns a layout for at most this many processes, and its world size.
     replan: Callable[[int], tuple[str, int]] | None = None
