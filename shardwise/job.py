@@ -297,9 +297,8 @@ class Job(ConfigSection):
         return tomli_w.dumps(self.model_dump(exclude_none=True))
 
 
-def load_job(path: Path | None, overrides: Sequence[str] = (), own_model: bool = False) -> Job:
-    """Reads a job file (None means all defaults), applies `key.path=value` overrides and validates the result. With
-    `own_model`, model and tokenizer of the file give way to overrides that name a model."""
+def load_job(path: Path | None, overrides: Sequence[str] = ()) -> Job:
+    """Reads a job file (None means all defaults), applies `key.path=value` overrides and validates the result."""
     values: dict[str, Any] = {}
     if path is not None:
         try:
@@ -310,8 +309,6 @@ def load_job(path: Path | None, overrides: Sequence[str] = (), own_model: bool =
             raise JobError(f"the job file {path} cannot be read: {error}.") from None
         except ValueError as error:
             raise JobError(f"{path} is not valid TOML: {error}.") from None
-    if own_model and any(override.startswith(("model.name=", "model.weights=")) for override in overrides):
-        values = {**values, "model": {}, "data": {"source": values["data"]["source"]}}
     for override in overrides:
         _apply_override(values, override)
     return make_job(values, str(path) if path else "the job")

@@ -42,7 +42,7 @@ from shardwise.workers.run_owner import own_run
 STATE_COPIES = 2  # of the parameters that every optimizer keeps in float32: weights and gradients
 MAX_EPOCHS, MAX_LEARNING_RATE = 100, 10.0  # beyond these, a warning
 OWN_MODELS = ("model.weights=", "model.name=hf:", "model.name=python:")
-DEMO = Path(__file__).parent.parent / "demo.toml"
+DEMO, DEMO_WITHOUT_MODEL = Path(__file__).parent.parent / "demo.toml", ("model={}", "data={source='stdlib'}")
 Say = Callable[[str], None]
 Check = Callable[[Prepared, Say], None]
 """What is checked before a new run begins; raises if it may not (`shardwise.verify.command.prove`)."""
@@ -73,13 +73,14 @@ def start_training(
         given = replace(given, resume=Path(folder) if RunFolder.exists(folder) else None)
 
     def load() -> Job:
+        if resume is not None or job_file is not None:
+            return load_job(job_file or RunFolder.open(Path(resume or "")).path / "job.toml", settings)
         # The demo's settings, such as its learning rate, suit no model that is brought along.
         base = None if any(setting.startswith(OWN_MODELS) for setting in settings) else DEMO
-        if job_file is None and resume is None and given.environment.reads_job:
+        if given.environment.reads_job:
             say(f"no job file given: {'training the built-in demo' if base else 'keys that are not set have defaults'}")
-        if resume is not None:
-            return load_job(job_file or RunFolder.open(resume).path / "job.toml", settings)
-        return load_job(job_file or base, settings, own_model=job_file is None and base is not None)
+        is_named = any(setting.startswith("model.name=") for setting in settings)  # then the demo's own gives way
+        return load_job(base, [*(DEMO_WITHOUT_MODEL if base and is_named else ()), *settings])
 
     return _start(load, say, given)[1]
 

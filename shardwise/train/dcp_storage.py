@@ -10,7 +10,7 @@ ranks would send each other pickles too, so each rank runs it as a single proces
 import io
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -48,6 +48,11 @@ class CheckpointPiece:
 
 
 Pieces = dict[str, CheckpointPiece]  # by tensor name
+
+
+def weight_pieces(tensors: Mapping[str, Tensor]) -> Pieces:
+    """Returns whole tensors as pieces."""
+    return {name: CheckpointPiece(tensor, (0,) * tensor.dim(), tensor.shape) for name, tensor in tensors.items()}
 
 
 def write_pieces(folder: Path, pieces: Pieces, group: CheckpointGroup) -> FileDigests:
