@@ -22,8 +22,14 @@ from shardwise.optim.sparse import CombinedOptimizer
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.prepare import Prepared
-from shardwise.parallel.tables.sharded_tables import Bags, ShardedTables, sum_bags
-from shardwise.parallel.tables.table_storage import LookupRoute, TableShard, place_tables
+from shardwise.parallel.tables.sharded_tables import (
+    Bags,
+    LookupRoute,
+    ShardedTables,
+    TableShard,
+    place_tables,
+    sum_bags,
+)
 
 HOT_ROW_SAMPLES = 32_768  # samples that are read to find the most frequently used rows
 
