@@ -30,7 +30,7 @@ from shardwise.chaos import faulty_worker
 from shardwise.chaos.faulty_worker import Fault, inject_faults, trigger_times
 from shardwise.job import Job, make_job
 from shardwise.launch import worker
-from shardwise.launch.launch import launch
+from shardwise.launch.start import launch
 from shardwise.layout import Layout
 from shardwise.train import checkpoint
 from shardwise.train.loop import TrainingLoop

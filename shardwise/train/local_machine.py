@@ -125,19 +125,18 @@ MAX_COUNTS = 512  # process counts to try one by one; of a larger number, only p
 MEMORY_TOLERANCE = 2.0  # a layout that the job names is refused beyond this: predictions err, but less than this
 
 
-def choose_plan(job: Job, world_size: int | None = None) -> tuple[Plan, str]:
-    """Returns the plan for `world_size` processes (default: what this machine can run), and the machine's source."""
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) if world_size else 0
+def choose_plan(job: Job, world_size: int | None = None, at_most: bool = False) -> tuple[Plan, str]:
+    """Returns the plan for `world_size` processes (default: at most what fits here), and the machine's source."""
     if job.layout != "auto":
         layout = Layout.parse(job.layout)
-        cluster, source = local_cluster(job, local_world_size or layout.world)
+        cluster, source = local_cluster(job, int(os.environ.get("LOCAL_WORLD_SIZE", world_size or layout.world)))
         return make_plan(job, cluster, layout=str(layout)), source
     max_devices = world_size or local_process_count(job)
     counts = [*range(max_devices, 0, -1)]
     if max_devices > MAX_COUNTS:
         counts = [max_devices, *(2**n for n in range(9, -1, -1))]
-    for devices in counts[:1] if world_size else counts:
-        cluster, source = local_cluster(job, local_world_size or devices)
+    for devices in counts[:1] if world_size and not at_most else counts:
+        cluster, source = local_cluster(job, int(os.environ.get("LOCAL_WORLD_SIZE", devices)))
         try:
             if job.model.requires_single_micro_batch:  # the search does not try a whole batch as one micro-batch
                 return make_plan(job, cluster, layout=f"replicate={devices}"), source
