@@ -41,16 +41,14 @@ def check(model: Any, layout: Layout) -> None:
         nearest = max(unit, round(model.length / unit) * unit)
         chunks = "two chunks" if ring else "one chunk"
         combined = f" with tensor={tensor}" if tensor > 1 else ""
-        raise LayoutError(
-            f"context={degree}{combined} splits each sequence into {chunks} per rank, but the sequence length "
-            f"{model.length} is not divisible by {unit}; the nearest valid length is {nearest}."
+        problem = (
+            f"the sequence length {model.length} is not divisible by {unit}; the nearest valid length is {nearest}"
         )
+        raise LayoutError(f"context={degree}{combined} splits each sequence into {chunks} per rank, but {problem}.")
     heads_per_rank = [len(part) for part in torch.arange(model.heads).tensor_split(tensor)]
     if not ring and any(heads % degree for heads in heads_per_rank):
-        raise LayoutError(
-            f"context={degree} context_method=ulysses splits the {model.heads // tensor} heads of a rank, which are "
-            f"not divisible by {degree}; use context_method=ring or another degree."
-        )
+        splits = f"context={degree} context_method=ulysses splits the {model.heads // tensor} heads of a rank"
+        raise LayoutError(f"{splits}, which are not divisible by {degree}; use context_method=ring or another degree.")
 
 
 def local_positions(length: int, axis: Axis, method: str) -> Tensor:

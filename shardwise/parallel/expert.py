@@ -31,17 +31,15 @@ def check(model: ModelConfig, layout: Layout) -> None:
         return
     if model.num_experts % degree:
         nearest = max(n for n in range(1, degree) if model.num_experts % n == 0)
-        raise LayoutError(
-            f"expert={degree}: {model.num_experts} experts are not divisible by {degree} ranks; use expert={nearest}."
-        )
+        count = f"{model.num_experts} experts"
+        raise LayoutError(f"expert={degree}: {count} are not divisible by {degree} ranks; use expert={nearest}.")
     ranks = layout.shard * layout.context
     if ranks % degree and model.passes_batch:
         raise LayoutError(f"expert={degree} must divide shard x context, {ranks}; use shard={degree} or a multiple.")
     if ranks % degree and (degree % layout.tensor or ranks % (degree // layout.tensor)):
-        raise LayoutError(
-            f"expert={degree} must divide shard x context, or be tensor times a divisor of it, but shard x context x "
-            f"tensor is {layout.shard} x {layout.context} x {layout.tensor}; use shard={degree} or a multiple of it."
-        )
+        sizes = f"shard x context x tensor is {layout.shard} x {layout.context} x {layout.tensor}"
+        rule = f"expert={degree} must divide shard x context, or be tensor times a divisor of it"
+        raise LayoutError(f"{rule}, but {sizes}; use shard={degree} or a multiple of it.")
 
 
 def apply(chain: Chain, layout: Layout, mesh: Mesh) -> set[str]:

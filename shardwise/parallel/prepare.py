@@ -85,23 +85,20 @@ def prepare(job: Job, layout: Layout) -> Prepared:
     local_sgd.check(job, layout)
     stages = cut_stages(layout, forward_flops(config))
     if job.compile is True and layout.has_split_backward:
-        raise LayoutError(
-            f"compile = true with schedule {layout.schedule}: PyTorch cannot split the backward of compiled blocks; "
-            "use schedule=1f1b or interleaved, or compile = false."
+        problem = (
+            f"compile = true with schedule {layout.schedule}: PyTorch cannot split the backward of compiled blocks"
         )
+        raise LayoutError(f"{problem}; use schedule=1f1b or interleaved, or compile = false.")
     if len(stages) > 1 and not all(weight.requires_grad for weight in model.parameters()):
         for number, stage in enumerate(stages):
             if not any(weight.requires_grad for weight in model.slice(*stage).parameters()):
-                raise LayoutError(
-                    f"pipeline={layout.pipeline}: stage {number} of {len(stages)} has no parameters to train, because "
-                    "all of its blocks are frozen; use fewer stages, or shard instead of pipeline."
-                )
+                problem = f"stage {number} of {len(stages)} has no parameters to train: all of its blocks are frozen"
+                raise LayoutError(f"pipeline={layout.pipeline}: {problem}; use fewer stages, or shard instead.")
     batch = solve_batch(layout, job.samples)
     if config.requires_single_micro_batch and batch.micro_batches > 1:
-        raise LayoutError(
-            f"{batch.micro_batches} micro-batches: {config.description} (batch norm) runs each rank's samples as one "
-            "micro-batch; remove micro_batch, or use more ranks or a smaller batch."
-        )
+        rule = f"{config.description} (batch norm) runs each rank's samples as one micro-batch"
+        remedy = "remove micro_batch, or use more ranks or a smaller batch"
+        raise LayoutError(f"{batch.micro_batches} micro-batches: {rule}; {remedy}.")
     return Prepared(job, layout, family, model, stages, batch, family.tables(config), shapes)
 
 
@@ -130,10 +127,9 @@ def cut_stages(layout: Layout, costs: Sequence[float]) -> list[tuple[int, int]]:
     """Returns the [first, last) module range of each stage. `costs`: of embedding, layers and head, in this order."""
     count = layout.stage_count
     if count > len(costs):
-        layers = pluralize(len(costs) - 2, "layer")
+        modules = f"{len(costs)} modules ({pluralize(len(costs) - 2, 'layer')}, embedding and head)"
         raise LayoutError(
-            f"layout '{layout}' has {count} stages, but the model has {len(costs)} modules "
-            f"({layers}, embedding and head); use at most {len(costs)} stages."
+            f"layout '{layout}' has {count} stages, but the model has {modules}; use at most {len(costs)}."
         )
     if layout.stages:
         return _explicit_stages(layout, len(costs) - 2)

@@ -48,10 +48,9 @@ def check(plan: sharding.ShardingPlan, shapes: dict[str, torch.Size], sequence: 
     if degree == 1:
         return
     if plan.splits_sequence and sequence % degree:
-        raise LayoutError(
-            f"tensor={degree} splits activations along the sequence, but the sequence length {sequence} is not "
-            f"divisible by {degree}; the nearest valid length is {max(degree, round(sequence / degree) * degree)}."
-        )
+        nearest = max(degree, round(sequence / degree) * degree)
+        problem = f"the sequence length {sequence} is not divisible by {degree}; the nearest valid length is {nearest}"
+        raise LayoutError(f"tensor={degree} splits activations along the sequence, but {problem}.")
     shard_dims = {name: shard_dim for name in shapes if (shard_dim := plan.shard_dim_of(name)) is not None}
     for name, shard_dim in shard_dims.items():
         units = shapes[name][shard_dim.dim] // shard_dim.unit
@@ -65,9 +64,8 @@ def check(plan: sharding.ShardingPlan, shapes: dict[str, torch.Size], sequence: 
             count, unit_name = len(shard_dim.head_rows), "head"
             is_rank_empty = count < degree
         if is_rank_empty:
-            raise LayoutError(
-                f"tensor={degree} leaves a rank without any of the {pluralize(count, unit_name)} of {name}; lower it."
-            )
+            units = pluralize(count, unit_name)
+            raise LayoutError(f"tensor={degree} leaves a rank without any of the {units} of {name}; lower it.")
 
 
 def apply(chain: Chain, axis: Axis) -> dict[str, int | None]:

@@ -226,10 +226,9 @@ class CheckpointManager:
         except Exception as error:
             if temporary is not None and self.group.rank == self.group.sharing[0]:
                 shutil.rmtree(temporary, ignore_errors=True)
-            raise RunError(
-                f"the checkpoint of step {step} could not be written to {self.folder}: {error}. "
-                "Earlier checkpoints are intact; check free space and write permission."
-            ) from error
+            problem = f"the checkpoint of step {step} could not be written to {self.folder}: {error}."
+            remedy = "Earlier checkpoints are intact; check free space and write permission."
+            raise RunError(f"{problem} {remedy}") from error
 
     def _commit(self, step: int, temporary: Path, manifest: dict[str, Any]) -> tuple[str, list[str]]:
         """Returns the name of the checkpoint, and the names of those that are kept."""

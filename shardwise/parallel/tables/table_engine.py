@@ -55,10 +55,9 @@ def check_host_memory(prepared: Prepared, bytes_per_rank: float) -> None:
         remedy = f"use at least {ranks} ranks with that much memory each, or fewer model.rows"
         if job.embedding_tables.sharding != "auto" and total_bytes / layout.data <= bytes_per_rank:
             remedy = 'use embedding_tables.sharding = "auto", which splits tables that are too large'
-        raise LayoutError(
-            f"layout '{layout}': rank {bytes_by_rank.index(max_bytes)} would hold {max_bytes / 2**30:.3g} GiB of "
-            f"tables and optimizer states, but has {bytes_per_rank / 2**30:.3g} GiB of memory; {remedy}."
-        )
+        size, rank = f"{max_bytes / 2**30:.3g} GiB of tables and optimizer states", bytes_by_rank.index(max_bytes)
+        problem = f"rank {rank} would hold {size}, but has {bytes_per_rank / 2**30:.3g} GiB of memory"
+        raise LayoutError(f"layout '{layout}': {problem}; {remedy}.")
 
 
 @dataclass
