@@ -203,10 +203,7 @@ def calibrate(
     print_line(calibrate_to_file(out, processes, device))
 
 
-bench = typer.Typer(
-    no_args_is_help=True, rich_markup_mode="markdown",
-    help="Benchmarks of this machine.",
-)  # fmt: skip
+bench = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", help="Benchmarks of this machine.")
 app.add_typer(bench, name="bench")
 
 

@@ -200,9 +200,8 @@ def kept_activation_fraction(recompute: str) -> float | None:
     with suppress(ValueError):
         fraction = float(recompute)
     if not 0.0 <= fraction <= 1.0:
-        raise LayoutError(
-            f"recompute={recompute}: use {', '.join(RECOMPUTE)}, or the fraction of blocks to keep (0 to 1)."
-        )
+        known = ", ".join(RECOMPUTE)
+        raise LayoutError(f"recompute={recompute}: use {known}, or the fraction of blocks to keep (from 0 to 1).")
     return fraction
 
 

@@ -5,7 +5,6 @@ Python version is pickled, and unpickling can run code, so it is not read.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from shardwise.data.input_files import BadRecords
 from shardwise.errors import DataError
 
 IMAGE_SIZE, NUM_CLASSES = 32, 10
-IMAGE_BYTES = 3 * IMAGE_SIZE * IMAGE_SIZE
+RECORD_BYTES = 1 + 3 * IMAGE_SIZE * IMAGE_SIZE
 TRAIN_FILES = tuple(f"data_batch_{number}" for number in range(1, 6))
 TEST_FILE = "test_batch"
 HOMEPAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
@@ -26,69 +25,55 @@ MEAN = np.array([0.4914, 0.4822, 0.4465], np.float32)[:, None, None]
 STD = np.array([0.2470, 0.2435, 0.2616], np.float32)[:, None, None]
 
 
-@dataclass(frozen=True)
-class CifarFile:
-    """One of the six files. Only its path is pickled, so each worker process opens the file itself."""
-
-    path: Path
-
-    @cached_property
-    def images_and_labels(self) -> tuple[np.ndarray, np.ndarray]:
-        """Images (n, 3072) and labels (n,), both uint8."""
-        try:
-            num_records = self.path.stat().st_size // (1 + IMAGE_BYTES)
-            shape = (num_records, 1 + IMAGE_BYTES)
-            # An empty file cannot be mapped.
-            records = np.memmap(self.path, np.uint8, "r", shape=shape) if num_records else np.empty(shape, np.uint8)
-            return records[:, 1:], records[:, 0]
-        except OSError as error:
-            raise DataError(f"{self.path} cannot be read: {error.strerror}.") from None
-
-    def valid_records(self, bad_records: BadRecords) -> np.ndarray:
-        """Returns the indices of the records with a valid label, and reports the others."""
-        images, labels = self.images_and_labels
-        invalid = np.flatnonzero(labels >= NUM_CLASSES)
-        for number in invalid.tolist():
-            where = f"{self.path}, record {number + 1} (byte {number * (1 + IMAGE_BYTES):,})"
-            reason = f"class {labels[number]}, but CIFAR-10 has classes 0 to {NUM_CLASSES - 1}."
-            bad_records.report(DataError(f"{where}: {reason}"))
-        if remainder := self.path.stat().st_size % (1 + IMAGE_BYTES):
-            where = f"{self.path}, record {len(images) + 1} (byte {len(images) * (1 + IMAGE_BYTES):,})"
-            bad_records.report(DataError(f"{where}: the file ends after {remainder} of {1 + IMAGE_BYTES:,} bytes."))
-        return np.setdiff1d(np.arange(len(images)), invalid, assume_unique=True)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"path": self.path}
-
-
 class Cifar10(ImageSource):
-    """The valid records of several files, concatenated."""
+    """The valid records of several files, concatenated. Only paths are pickled: each worker process maps the files."""
 
-    def __init__(self, files: Sequence[CifarFile], bad_records: BadRecords, augment: ImageAugmentation | None = None):
-        valid = [file.valid_records(bad_records) for file in files]
+    def __init__(self, paths: Sequence[Path], bad_records: BadRecords, augment: ImageAugmentation | None = None):
+        self.paths = tuple(paths)
+        valid = [_valid_records(*file, bad_records) for file in zip(paths, self._records)]
         super().__init__(sum(map(len, valid)), IMAGE_SIZE, NUM_CLASSES, augment)
-        self.files = tuple(files)
         self.file_index = np.repeat(np.arange(len(valid)), [len(part) for part in valid])
         self.record_index = np.concatenate(valid)
         if not self.count:
-            raise DataError(f"{files[0].path.parent} has no valid CIFAR-10 record; download it again from {HOMEPAGE}.")
+            raise DataError(f"{paths[0].parent} has no valid CIFAR-10 record; download it again from {HOMEPAGE}.")
 
-    def read_bytes(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns images (B, 3072) and labels (B,) as stored, in uint8."""
-        images, labels = np.empty((len(indices), IMAGE_BYTES), np.uint8), np.empty(len(indices), np.uint8)
-        file_index, record_index = self.file_index[indices], self.record_index[indices]
-        for number in np.unique(file_index).tolist():
-            mask = file_index == number
-            file_images, file_labels = self.files[number].images_and_labels
-            images[mask], labels[mask] = file_images[record_index[mask]], file_labels[record_index[mask]]
-        return images, labels
+    @cached_property
+    def _records(self) -> list[np.ndarray]:
+        return [_map_records(path) for path in self.paths]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_records"}
 
     def read_images(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        images, labels = self.read_bytes(indices)
-        pixels = images.reshape(-1, 3, IMAGE_SIZE, IMAGE_SIZE).astype(np.float32)
+        records, file_index = np.empty((len(indices), RECORD_BYTES), np.uint8), self.file_index[indices]
+        for number in np.unique(file_index).tolist():
+            mask = file_index == number
+            records[mask] = self._records[number][self.record_index[indices[mask]]]
+        pixels = records[:, 1:].reshape(-1, 3, IMAGE_SIZE, IMAGE_SIZE).astype(np.float32)
         pixels *= 1 / (255 * STD)
         pixels -= MEAN / STD
-        return pixels, labels.astype(np.int64)
+        return pixels, records[:, 0].astype(np.int64)
+
+
+def _map_records(path: Path) -> np.ndarray:
+    """Returns the records of a file (n, 3073), memory-mapped."""
+    try:
+        shape = (path.stat().st_size // RECORD_BYTES, RECORD_BYTES)
+        return np.memmap(path, np.uint8, "r", shape=shape) if shape[0] else np.empty(shape, np.uint8)
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from None
+
+
+def _valid_records(path: Path, records: np.ndarray, bad_records: BadRecords) -> np.ndarray:
+    """Returns the indices of the records with a valid label, and reports the others."""
+    invalid, end = np.flatnonzero(records[:, 0] >= NUM_CLASSES), len(records)
+    reasons = {n: f"class {records[n, 0]}, but CIFAR-10 has classes 0 to {NUM_CLASSES - 1}." for n in invalid.tolist()}
+    if remainder := path.stat().st_size % RECORD_BYTES:
+        reasons[end] = f"the file ends after {remainder} of {RECORD_BYTES:,} bytes."
+    for number, reason in reasons.items():
+        where = f"{path}, record {number + 1} (byte {number * RECORD_BYTES:,})"
+        bad_records.report(DataError(f"{where}: {reason}"))
+    return np.setdiff1d(np.arange(end), invalid, assume_unique=True)
 
 
 def open_cifar10(path: str, bad_records: BadRecords, augment: ImageAugmentation | None) -> tuple[Cifar10, Cifar10]:
@@ -101,7 +86,6 @@ def open_cifar10(path: str, bad_records: BadRecords, augment: ImageAugmentation 
             missing = next(file for file in files if file not in existing)
             raise DataError(f"{missing} is missing; unpack the archive from {HOMEPAGE} again.")
         if existing:
-            batches = [CifarFile(file) for file in files]
-            return Cifar10(batches[:-1], bad_records, augment), Cifar10(batches[-1:], bad_records)
+            return Cifar10(files[:-1], bad_records, augment), Cifar10(files[-1:], bad_records)
     problem = f"data.path = {path!r} has no CIFAR-10 files in binary form"
     raise DataError(f"{problem}; download cifar-10-binary.tar.gz from {HOMEPAGE}, and set it to the unpacked folder.")

@@ -124,7 +124,7 @@ def _image_sources(job: Job, model: Any, bad_records: BadRecords, record: DataRe
     if model.image_size != IMAGE_SIZE or model.num_classes < NUM_CLASSES:
         raise DataError(f"CIFAR-10 needs model.image_size = {IMAGE_SIZE} and model.num_classes = {NUM_CLASSES}.")
     training, held_out = open_cifar10(job.data.path, bad_records, make_augmentation(job))
-    record.take([file.path for file in (*training.files, *held_out.files)])
+    record.take([*training.paths, *held_out.paths])
     return training, held_out
 
 

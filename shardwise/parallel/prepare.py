@@ -20,7 +20,6 @@ from shardwise.models.chain import Chain
 from shardwise.models.config import ModelConfig
 from shardwise.models.family import Family, TableSpec
 from shardwise.models.registry import family_of
-from shardwise.models.sharding import ShardingPlan
 from shardwise.parallel import context, expert, gradient_reduction, local_sgd, tensor
 
 
@@ -48,10 +47,6 @@ class Prepared:
     batch: BatchSplit
     tables: Sequence[TableSpec]  # embedding tables in host memory, beside the model
     shapes: dict[str, torch.Size]  # the unsharded shape of each parameter
-
-    @property
-    def sharding_plan(self) -> ShardingPlan:
-        return self.model.sharding_plan
 
     @cached_property
     def parameters(self) -> int:
@@ -128,9 +123,8 @@ def cut_stages(layout: Layout, costs: Sequence[float]) -> list[tuple[int, int]]:
     count = layout.stage_count
     if count > len(costs):
         modules = f"{len(costs)} modules ({pluralize(len(costs) - 2, 'layer')}, embedding and head)"
-        raise LayoutError(
-            f"layout '{layout}' has {count} stages, but the model has {modules}; use at most {len(costs)}."
-        )
+        remedy = f"use at most {len(costs)} stages"
+        raise LayoutError(f"layout '{layout}' has {count} stages, but the model has {modules}; {remedy}.")
     if layout.stages:
         return _explicit_stages(layout, len(costs) - 2)
     return balance(tuple(costs), count)

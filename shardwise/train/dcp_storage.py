@@ -60,7 +60,9 @@ def write_pieces(folder: Path, pieces: Pieces, group: CheckpointGroup) -> FileDi
     planner, writer = PieceSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False), DCPWriter(folder)
     written, problem = list[Any](), ""
     planner.set_up_planner(pieces)
-    plans = [_save_plan(part) for part in group.all_gather(_describe_shards(pieces))]
+    shards = [(name, p, p.tensor) for name, p in pieces.items() if p.tensor.numel()]
+    described = [(name, dtype_name(tensor.dtype), p.shape, p.offsets, tensor.shape) for name, p, tensor in shards]
+    plans = [_save_plan(part) for part in group.all_gather(described)]
     plans, metadata = planner.create_global_plan(plans)  # the same on all ranks
     try:
         plan = planner.finish_plan(writer.prepare_global_plan(plans)[group.rank])
@@ -125,11 +127,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def dtype_of(entry: dict[str, Any]) -> torch.dtype:
     return getattr(torch, entry["dtype"])
-
-
-def _describe_shards(pieces: dict[str, CheckpointPiece]) -> list[Any]:
-    shards = [(name, piece) for name, piece in pieces.items() if piece.tensor.numel()]
-    return [(name, dtype_name(p.tensor.dtype), p.shape, p.offsets, p.tensor.shape) for name, p in shards]
 
 
 def _save_plan(shards: list[Any]) -> SavePlan:

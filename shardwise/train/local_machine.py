@@ -49,10 +49,10 @@ def local_process_count(job: Job) -> int:
         return job.run.processes
     if pick_device(job) == "cuda":
         return torch.cuda.device_count()
-    return _core_count()
+    return core_count()
 
 
-def _core_count() -> int:
+def core_count() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -76,7 +76,7 @@ def local_cluster(job: Job, processes: int) -> tuple[Cluster, str]:
 def _cpu_cluster(processes: int) -> Cluster:
     """Divides the memory among the processes; more processes than cores slow everything else down in proportion."""
     cpu = CLUSTERS["cpu"]
-    oversubscription = max(1.0, processes / _core_count())
+    oversubscription = max(1.0, processes / core_count())
     peaks = {precision: rate / oversubscription for precision, rate in cpu.device.peak_by_precision.items()}
     bandwidth, memory = cpu.device.bandwidth / oversubscription, host_memory() / processes
     device = replace(cpu.device, peak_by_precision=peaks, bandwidth=bandwidth, memory=memory)

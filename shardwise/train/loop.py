@@ -109,8 +109,10 @@ class TrainingLoop:
             self.job, self.engine, self.optimizer, self.folder, self.progress, self.corruption_detector, self.stop,
             writes_later=self.overlaps_host,
         )  # fmt: skip
+        compiled = self.job.should_compile(self.device.type, self.layout)
+        can_replay = not (compiled or self.engine.has_tables or self.job.gradient.compress)  # without side effects
         self.anomaly_policy = AnomalyPolicy(
-            self.job, self.engine, self._can_replay(), lambda: len(self._skipped_batches()), self._log_event
+            self.job, self.engine, can_replay, lambda: len(self._skipped_batches()), self._log_event
         )
 
     def _make_step_fn(self) -> Callable[[Samples], StepResult]:
@@ -305,11 +307,6 @@ class TrainingLoop:
             except RunError as error:
                 self._log_event("checkpoint_failed", f"{error} The run continues.", step=done)
         return 0 < self.job.validation.patience <= len(losses) - 1 - best and done < self.job.total_steps
-
-    def _can_replay(self) -> bool:
-        """Whether a step can be replayed without side effects: no tables, no error feedback, no compiled blocks."""
-        compiled = self.job.should_compile(self.device.type, self.layout)
-        return not (compiled or self.engine.has_tables or self.job.gradient.compress)
 
     def _roll_back(self, reason: Rollback) -> int:
         """Loads the last checkpoint. Returns the step to continue from."""

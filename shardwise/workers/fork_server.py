@@ -242,7 +242,9 @@ def _fork_worker(
         channel.connection.close()
         if write >= 0:
             os.close(write)
-        die_with_parent(parent)
+        signal_parent_death(signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the kernel was asked
+            os._exit(1)
         slots = command.get("slots") or list(range(len(command["ranks"])))
         world = {"RANK": rank, "LOCAL_RANK": slots[local_index]}
         world |= {"WORLD_SIZE": command["size"], "LOCAL_WORLD_SIZE": len(slots)}
@@ -255,13 +257,6 @@ def _fork_worker(
         traceback.print_exc()
     finally:
         os._exit(code)  # skip the teardown: it would wait for peers, or touch what belongs to the fork server
-
-
-def die_with_parent(parent: int) -> None:
-    """Makes this process die when its parent does, whatever it is doing."""
-    signal_parent_death(signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the kernel was asked
-        os._exit(1)
 
 
 def signal_parent_death(number: int) -> None:

@@ -27,6 +27,7 @@ from shardwise.files import parse_record
 INTERVAL = 0.2
 POLL_INTERVAL = 0.05  # seconds between checks for a new stack dump
 TERMINATED = "std::terminate was called"
+AXIS_NAMES = {"default_pg": "world", "undefined": "other"}  # by PyTorch's descriptions of process groups
 RECORD_BYTES = 256  # fixed length, because the record is overwritten in place
 
 
@@ -135,9 +136,10 @@ def in_flight_collectives() -> list[dict[str, Any]]:
     for entry in json.loads(dump()).get("entries", []):
         number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
         group, axis = entry["process_group"]
+        axis = AXIS_NAMES.get(axis, axis.removeprefix("mesh_"))
         collectives.append(
             {
-                "group": group, "axis": axis_name(axis), "number": number, "is_p2p": entry["is_p2p"],
+                "group": group, "axis": axis, "number": number, "is_p2p": entry["is_p2p"],
                 "op": entry["profiling_name"].partition(":")[2] or entry["profiling_name"],
                 "sizes": entry["input_sizes"], "types": entry["input_dtypes"], "thread": entry.get("thread_id"),
                 "completed": entry["retired"] or entry["state"] == "completed", "time": entry["time_created_ns"] / 1e9,
@@ -151,7 +153,3 @@ def process_group_ranks() -> dict[str, list[int]]:
     if not dist.is_initialized():
         return {}
     return {str(group.group_name): dist.get_process_group_ranks(group) for group in dist.distributed_c10d._world.pg_map}
-
-
-def axis_name(description: str) -> str:
-    return {"default_pg": "world", "undefined": "other"}.get(description, description.removeprefix("mesh_"))

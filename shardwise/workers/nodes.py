@@ -248,7 +248,7 @@ class NodeCoordinator(WorkerPool):
         self.nodes.remove(node)
         assert isinstance(node.channel, NodeChannel)
         node.channel.close()
-        for worker_group in self.worker_groups():
+        for worker_group in self._worker_groups.values():
             for rank in worker_group.ranks_by_node.get(node.index, []):
                 worker_group.lost_ranks[rank] = f"is unreachable (node {node.index} at {node.host} {why})"
                 worker_group.exit_codes.setdefault(rank, -signal.SIGKILL)

@@ -74,10 +74,8 @@ class SnapshotStore:
             return f"snapshots are disabled: {error}."
         if need <= free:
             return ""
-        return (
-            f"snapshots are disabled: the ranks of this node need {need / 2**30:.3g} GiB, but only "
-            f"{free / 2**30:.3g} GiB are available in {self.folder.parent}; restarts load checkpoints from disk."
-        )
+        sizes = f"the ranks of this node need {need / 2**30:.3g} GiB, but only {free / 2**30:.3g} GiB are available"
+        return f"snapshots are disabled: {sizes} in {self.folder.parent}; restarts load checkpoints from disk."
 
     def agree_on_space(self, tensors: Mapping[str, Tensor]) -> str:
         """Returns, on every rank, why a node has no room for snapshots; empty if all have. Checked once."""
