@@ -135,9 +135,8 @@ def verify(
     if not as_json:
         console.print(table)
     failed = [record for record in records if not record.ok]
-    for record in failed:
-        if not as_json:
-            print_line(record.describe())
+    for record in failed if not as_json else ():
+        print_line(record.describe())
     if failed:
         raise typer.Exit(1)
 

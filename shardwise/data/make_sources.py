@@ -22,8 +22,7 @@ from typing import Any, cast
 from shardwise.console import pluralize
 from shardwise.data import chat, criteo
 from shardwise.data.chat_template import CHATML_TOKENS, load_template
-from shardwise.data.cifar10 import IMAGE_SIZE, NUM_CLASSES, open_cifar10
-from shardwise.data.images import ImageAugmentation, SyntheticImages
+from shardwise.data.images import IMAGE_SIZE, NUM_CLASSES, ImageAugmentation, SyntheticImages, open_cifar10
 from shardwise.data.input_files import BadRecords, DataFile, DataRecord
 from shardwise.data.sample_stream import Mixture, Source, Subset, SyntheticTokens
 from shardwise.data.text import describe_source, encode_files, find_files, load_or_train_tokenizer

@@ -164,8 +164,7 @@ ENCODE_BATCH_CHARS = 8 << 20  # characters per call of the tokenizer
 
 
 def encode_source(data: DataConfig, out: Path) -> str:
-    """Encodes the source's text into a token file; trains a `bpe:SIZE` tokenizer and saves it next to the file. Returns
-    what was written and what was skipped, as lines."""
+    """Encodes the source's text into a token file, and saves a `bpe:SIZE` tokenizer beside it. Returns what it did."""
     if data.source not in ("stdlib", "text", "jsonl"):
         raise DataError(f"data.source = {data.source!r} has no text to encode; use stdlib, text or jsonl.")
     files = find_files(data.source, data.path)

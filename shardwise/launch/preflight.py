@@ -18,7 +18,7 @@ import torch
 
 from shardwise.bench.comm import ping_pong
 from shardwise.cluster import GIB
-from shardwise.comm.objects import all_gather_json
+from shardwise.comm.collectives import all_gather_json
 from shardwise.job import Job
 from shardwise.launch.cluster_environment import ClusterEnvironment
 from shardwise.launch.worker import init_distributed

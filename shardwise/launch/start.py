@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.objects import broadcast_json
+from shardwise.comm.collectives import broadcast_json
 from shardwise.console import format_count, pluralize, print_line
 from shardwise.data.input_files import BadRecords, DataRecord
 from shardwise.data.make_sources import Sources, make_sources
@@ -146,10 +146,7 @@ def _start_run(job: Job, say: Say, options: StartOptions, fork_server: ForkServe
             previous_job = resumed.job()
             check_same_run(previous_job, job)
             check_history(resumed, job)
-        given_layout = None if job.layout == "auto" else Layout.parse(job.layout)
-        if given_layout is not None:
-            prepare(job, given_layout)  # before the planner, which rejects layouts for other reasons
-        layout, record, reason_text = _plan_layout(job, nodes, environment.world_size)
+        layout, record = _plan_layout(job, nodes, environment.world_size)
         check_layout_fits(layout, job, nodes, environment.world_size)
         check_tracker_installed(job.tracker)
         prepared = prepare(job, layout)
@@ -169,7 +166,7 @@ def _start_run(job: Job, say: Say, options: StartOptions, fork_server: ForkServe
             if data_record.is_new:
                 folder.write_data(data_record, *sources)
             _print_summary(prepared, say, start)
-            say(f"        {reason_text}")
+            say(f"        {record['reason']}")
             if job.total_steps != previous_job.total_steps:
                 steps = pluralize(job.total_steps, "step")
                 change = f"{steps} instead of {previous_job.total_steps}; the learning rate schedule is adjusted."
@@ -228,22 +225,23 @@ def _open_data(
     return record, sources, [*events, *(("warning", sentence) for sentence in warnings)]
 
 
-def _plan_layout(job: Job, nodes: int, world_size: int | None) -> tuple[Layout, dict[str, Any], str]:
-    """Returns the layout to train in, the record for plan.toml, and a line that describes the plan."""
-    given_layout = None if job.layout == "auto" else Layout.parse(job.layout)
+def _plan_layout(job: Job, nodes: int, world_size: int | None) -> tuple[Layout, dict[str, Any]]:
+    """Returns the layout to train in, and the record for plan.toml, whose `reason` describes the plan."""
+    fixed = None
+    if job.layout != "auto":
+        given = Layout.parse(job.layout)
+        prepare(job, given)  # before the planner, which rejects layouts for other reasons
+        fixed = given if given.schedule not in AUTO_SCHEDULES else None
     try:
         local_world = local_machine.local_process_count(job) * nodes if nodes > 1 else None
         plan, source = local_machine.choose_plan(job, world_size or local_world)
     except LayoutError as error:
-        if given_layout is None or given_layout.schedule in AUTO_SCHEDULES:
+        if fixed is None:
             raise
-        reason_text = f"no prediction: {error}"  # the layout runs, but the planner cannot estimate it
-        record = local_machine.layout_record(prepare(job, given_layout)) | {"reason": reason_text}
-        return given_layout, record, reason_text
+        # The layout runs, but the planner cannot estimate it.
+        return fixed, local_machine.layout_record(prepare(job, fixed)) | {"reason": f"no prediction: {error}"}
     local_machine.check_memory(job, plan)
-    is_fixed = given_layout is not None and given_layout.schedule not in AUTO_SCHEDULES
-    layout = given_layout if given_layout is not None and is_fixed else plan.best.layout
-    return layout, local_machine.plan_record(job, plan, source), local_machine.describe_plan(plan, source)
+    return fixed or plan.best.layout, local_machine.plan_record(job, plan, source)
 
 
 def _print_summary(prepared: Prepared, say: Say, start: str = "") -> None:

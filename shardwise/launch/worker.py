@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm import host_staged
-from shardwise.comm.objects import forbid_pickles
+from shardwise.comm.collectives import forbid_pickles
 from shardwise.errors import ShardwiseError
 from shardwise.job import Job
 from shardwise.layout import Layout

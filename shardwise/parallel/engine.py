@@ -90,8 +90,7 @@ class Engine:
         return torch.stack(losses).sum()
 
     def logits(self, part: Samples) -> Tensor | None:
-        """Returns the logits of a prepared micro-batch at this rank's positions, for its part of the vocabulary; None
-        without the last pipeline stage."""
+        """Returns a prepared micro-batch's logits for this rank's positions and vocabulary; None without the head."""
         if self.pipeline is not None:
             return self.pipeline.forward(part)
         return self.chains[0](part.tokens, **part.forward_kwargs)  # type: ignore[no-any-return]

@@ -38,8 +38,7 @@ Reduction = Callable[[Tensor, Axis], Tensor]
 
 
 def splits_evenly(shard_dim: sharding.ShardDim, shape: torch.Size, degree: int) -> bool:
-    """Whether the weight is chunked. If the degree does not divide its units, such as heads, every rank keeps the full
-    weight and selects its rows."""
+    """Whether the weight is chunked. If the degree does not divide its heads, each rank has it all and selects rows."""
     return not shard_dim.head_rows or shape[shard_dim.dim] // shard_dim.unit % degree == 0
 
 

@@ -86,8 +86,7 @@ class Export:
         return self.job.family.export_weights(self.job.model, tensors)
 
     def _files(self, limit: int) -> Iterator[list[dict[str, Tensor]]]:
-        """Yields what each file holds, on the meta device: parameters, and buffers that belong to the state, in units
-        that are converted together."""
+        """Yields what each file holds, on the meta device: weights and saved buffers, in units converted together."""
         state, buffers = set(self.model.state_dict()), self.model.named_buffers()
         found: dict[str, Tensor] = dict(self.model.named_unique_parameters())
         found |= {name: b for name, b in buffers if name in state and f"buffers.{name}" in self.index}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.objects import broadcast_json
+from shardwise.comm.collectives import broadcast_json
 from shardwise.console import pluralize, signal_name
 from shardwise.data.input_files import BadRecords
 from shardwise.data.loader import Loader
@@ -21,6 +21,7 @@ from shardwise.errors import DataError, RunError
 from shardwise.integrity.anomaly_policy import AnomalyPolicy, Rollback
 from shardwise.integrity.corruption_detector import CorruptionDetector
 from shardwise.layout import AUTO_SCHEDULES
+from shardwise.models.lora import AdaptedWeights
 from shardwise.optim import job_learning_rate, set_learning_rate
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
@@ -33,7 +34,7 @@ from shardwise.train.local_machine import local_cluster
 from shardwise.train.metrics_processor import MetricsProcessor, Progress, StopFlag, json_number
 from shardwise.train.run_folder import RunFolder, check_none_lost, check_state, defining_values
 from shardwise.train.validate import open_validation_sets, validate_sets
-from shardwise.train.warm_start import load_start, use_run_weights
+from shardwise.train.warm_start import load_start, run_weights
 
 # The phase of the step timer, by the phase that a rank reports in its heartbeat.
 PHASES = {"data": "data", "computing": "compute", "validating": "validation", "saving": "checkpoint"}
@@ -42,7 +43,8 @@ PHASES = {"data": "data", "computing": "compute", "validating": "validation", "s
 def make_engine(prepared: Prepared, device: torch.device) -> Engine:
     """Builds this rank's engine; rank 0 broadcasts a synthesized pipeline order, so that all ranks run the same."""
     job, layout = prepared.job, prepared.layout
-    use_run_weights(job, prepared.model)
+    if isinstance(adapted := prepared.model.initial, AdaptedWeights):  # adapters, maybe beside the weights of a run
+        adapted.base = run_weights(job) or adapted.base
     order: PipelineOrder | None = None
     if layout.pipeline > 1 and layout.schedule in AUTO_SCHEDULES:
         if dist.get_rank() == 0:

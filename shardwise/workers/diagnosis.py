@@ -237,8 +237,7 @@ def request_dumps(
     run: Path, ranks: Iterable[int], timeout: float, send_signal: Callable[[], None],
     wait: Callable[[float], None] = time.sleep,
 ) -> None:  # fmt: skip
-    """Makes these ranks dump stacks and collectives, and waits for the files. `send_signal` sends SIGUSR1; `wait`
-    receives files of other nodes."""
+    """Makes ranks dump stacks and collectives by SIGUSR1; waits for the files. `wait` receives those of other nodes."""
     requested_at = time.time()
     send_signal()
     deadline = time.monotonic() + timeout

@@ -56,7 +56,9 @@ class Heartbeat:
 
     def dump_collectives(self) -> None:
         """Writes the recent collectives of this rank, with those that have not completed."""
-        record = {"time": time.time(), "collectives": in_flight_collectives(), "groups": process_group_ranks()}
+        joined = dist.distributed_c10d._world.pg_map if dist.is_initialized() else ()
+        groups = {str(group.group_name): dist.get_process_group_ranks(group) for group in joined}
+        record = {"time": time.time(), "collectives": in_flight_collectives(), "groups": groups}
         temporary = self.collectives_path.with_suffix(".partial")
         with self._dump_lock:  # a failing training thread and the heartbeat thread may dump at once
             temporary.write_text(json.dumps(record))
@@ -146,10 +148,3 @@ def in_flight_collectives() -> list[dict[str, Any]]:
             }
         )  # fmt: skip
     return collectives
-
-
-def process_group_ranks() -> dict[str, list[int]]:
-    """Returns the ranks of every process group that this rank belongs to, by group name."""
-    if not dist.is_initialized():
-        return {}
-    return {str(group.group_name): dist.get_process_group_ranks(group) for group in dist.distributed_c10d._world.pg_map}

@@ -301,8 +301,7 @@ class NodeAgent:
     preparing: Future[Path] | None = None
 
     def run(self) -> bool:
-        """Serves until the coordinator shuts down; returns whether the run has taken all its steps. Raises RunError if
-        it cannot be reached."""
+        """Serves until the coordinator shuts down; returns whether the run finished. Raises RunError if it is lost."""
         previous = signal.signal(signal.SIGTERM, self._handle_stop)
         try:
             while True:

@@ -119,8 +119,7 @@ class LookupRoute:
 
 @dataclass(eq=False, kw_only=True)
 class TableParamShard(ParamShard):
-    """A local shard of a table, as a step, checkpoints and verify see it. `grad` holds the touched rows only, in their
-    order."""
+    """A local shard of a table, as a step, checkpoints and verify see it. `grad` has the touched rows, in order."""
 
     is_table = True
 
