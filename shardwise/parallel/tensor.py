@@ -63,8 +63,8 @@ def check(plan: sharding.ShardingPlan, shapes: dict[str, torch.Size], sequence: 
             count, unit_name = len(shard_dim.head_rows), "head"
             is_rank_empty = count < degree
         if is_rank_empty:
-            units = pluralize(count, unit_name)
-            raise LayoutError(f"tensor={degree} leaves a rank without any of the {units} of {name}; lower it.")
+            found = pluralize(count, unit_name)
+            raise LayoutError(f"tensor={degree} leaves a rank without any of the {found} of {name}; lower it.")
 
 
 def apply(chain: Chain, axis: Axis) -> dict[str, int | None]:
