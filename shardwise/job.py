@@ -13,15 +13,15 @@ from typing import Annotated, Any, Literal, cast
 import tomli_w
 from pydantic import Field, SerializeAsAny, ValidationError, field_validator
 
-from shardwise.errors import JobError, LayoutError, shorten
+from shardwise.errors import JobError, LayoutError, shorten, suggest
 from shardwise.files import parse_toml
-from shardwise.job_errors import describe_problems
 from shardwise.layout import Layout
 from shardwise.models.config import ConfigSection, Count, ModelConfig
 from shardwise.models.family import Family
 from shardwise.models.gpt_family import DecoderConfig
 from shardwise.models.pretrained_config import mask_token, tokenizer_size
-from shardwise.models.registry import family_name, family_of, parse_model
+from shardwise.models.registry import families, family_name, family_of, named_family, parse_model
+from shardwise.peer_words import job_hint
 
 _GATE = re.compile(r"\s*(<=|>=|<|>)\s*([-+]?[\d.]+(?:e[-+]?\d+)?)\s*", re.IGNORECASE)
 
@@ -337,7 +337,7 @@ def make_job(values: Mapping[str, Any], origin: str = "the job") -> Job:
         raise JobError(f"{origin}: {error}.") from None
     if not problems:
         return job
-    raise JobError("\n".join(f"{origin}: {sentence}" for sentence in describe_problems(problems, family, Job)))
+    raise JobError("\n".join(f"{origin}: {sentence}" for sentence in describe_problems(problems, family)))
 
 
 def _match_tokenizer(values: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
@@ -377,3 +377,48 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         section_values.pop("tokens" if leaf == "samples" else "samples", None)
     if not sections and leaf in ("steps", "tokens"):
         section_values.pop("tokens" if leaf == "steps" else "steps", None)
+
+
+def describe_problems(problems: Sequence[Any], family: str) -> list[str]:
+    """Returns pydantic's errors as one sentence per key; `family`: that of the job's model."""
+    messages: dict[str, list[str]] = {}
+    for problem in problems:
+        path, _, message = _format_problem(problem, family).partition(": ")
+        messages.setdefault(path, []).append(message)
+    # Pydantic reports each member of a union type as its own problem; join them into one sentence.
+    joined = {path: ", or ".join([*(t.rstrip(".") for t in texts[:-1]), texts[-1]]) for path, texts in messages.items()}
+    return [f"{path}: {text}".removesuffix(": ") for path, text in joined.items()]
+
+
+def _format_problem(problem: Any, family: str) -> str:
+    """Returns a pydantic error as a sentence; `family` is the family of the job's model."""
+    location = list(problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        hint = job_hint(str(location[-1]), problem["input"]) or _suggest_key(location, family)
+        return f"unknown key {'.'.join(map(str, location))!r}; {hint}"
+    # For a union, pydantic appends the member type to the location; it is not part of the key.
+    type_names = ("bool", "int", "float", "str", "constrained-int", "constrained-float")
+    location = [part for part in location if part not in type_names and "[" not in str(part)]
+    path = ".".join(map(str, location))
+    message = problem["msg"].removeprefix("Value error, ").rstrip(".")
+    message += "" if message.endswith("?") else "."
+    if problem["type"] == "value_error":
+        return f"{path}: {message}" if path else message
+    if problem["type"] == "missing":
+        return f"{path}: a value is required."
+    if problem["type"] in ("model_type", "model_attributes_type"):
+        return f"{path} = {shorten(problem['input'])}: {path} is a section, not a value; set its keys below [{path}]."
+    return f"{path} = {shorten(problem['input'])}: {message.replace('Input should', 'should')}"
+
+
+def _suggest_key(location: list[str | int], family: str) -> str:
+    """Suggests the key that was probably meant, and says which other model families have this key."""
+    *sections, key = map(str, location)
+    if not sections:
+        return suggest(key, Job.model_fields)
+    if sections[0] != "model":
+        section: Any = Job.model_fields[sections[0]].annotation
+        return suggest(key, section.model_fields)
+    others = [repr(name) for name, other in families().items() if key in other.config.model_fields]
+    suggestion = suggest(key, named_family(family).config.model_fields)
+    return f"it is a key of {' and '.join(others)}, not of {family!r}; {suggestion}" if others else suggestion

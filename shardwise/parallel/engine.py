@@ -17,8 +17,8 @@ from shardwise.optim.param_shard import ParamShard
 from shardwise.parallel import context
 from shardwise.parallel.data_parallel import DataParallel
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.pipeline import Pipeline
 from shardwise.parallel.precision import LossScale
+from shardwise.parallel.torch_pipelining import Pipeline
 
 
 @dataclass
