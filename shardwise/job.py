@@ -255,11 +255,9 @@ class Job(ConfigSection):
     @property
     def samples(self) -> int:
         """Global batch size in samples."""
-        if self.batch.samples is not None:
-            return self.batch.samples
         if self.batch.tokens is not None:
             return max(1, self.batch.tokens // self.model.sequence_length)
-        return 32
+        return self.batch.samples or 32
 
     def is_validated_after(self, step: int) -> bool:
         return step == self.total_steps or bool(self.validation.every and step % self.validation.every == 0)

@@ -94,9 +94,7 @@ class Layout:
             if self.virtual > 1:
                 raise LayoutError(f"virtual={self.virtual} needs a pipeline, but pipeline=1; set pipeline above 1.")
         elif self.schedule in ("gpipe", "1f1b") and self.virtual > 1:
-            raise LayoutError(
-                f"virtual={self.virtual}: {self.schedule} has 1 stage per rank; use schedule=interleaved."
-            )
+            raise LayoutError(f"virtual={self.virtual}: {self.schedule} has 1 per rank; use schedule=interleaved.")
         elif self.schedule in V_SHAPED and self.virtual not in (0, 2):
             raise LayoutError(f"virtual={self.virtual}: {self.schedule} runs exactly 2 stages per rank; remove it.")
         if self.stages and len(self.stages) != self.stage_count:

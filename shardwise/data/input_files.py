@@ -125,9 +125,8 @@ class DataRecord:
         if changes and not self.is_new:
             more = f"; and {len(changes) - MAX_SHOWN} more" if len(changes) > MAX_SHOWN else ""
             remedy = f"Restore it, or continue with it: shardwise train --resume {run} --accept-data-change."
-            raise DataError(
-                f"the data has changed since the run began: {'; '.join(changes[:MAX_SHOWN])}{more}. {remedy}"
-            )
+            shown = "; ".join(changes[:MAX_SHOWN])
+            raise DataError(f"the data has changed since the run began: {shown}{more}. {remedy}")
 
 
 MAX_SHOWN = 3  # bad records or changes that a message quotes

@@ -41,10 +41,8 @@ def check(model: Any, layout: Layout) -> None:
         nearest = max(unit, round(model.length / unit) * unit)
         chunks = "two chunks" if ring else "one chunk"
         combined = f" with tensor={tensor}" if tensor > 1 else ""
-        problem = (
-            f"the sequence length {model.length} is not divisible by {unit}; the nearest valid length is {nearest}"
-        )
-        raise LayoutError(f"context={degree}{combined} splits each sequence into {chunks} per rank, but {problem}.")
+        why = f"the sequence length {model.length} is not divisible by {unit}; the nearest valid length is {nearest}"
+        raise LayoutError(f"context={degree}{combined} splits each sequence into {chunks} per rank, but {why}.")
     heads_per_rank = [len(part) for part in torch.arange(model.heads).tensor_split(tensor)]
     if not ring and any(heads % degree for heads in heads_per_rank):
         splits = f"context={degree} context_method=ulysses splits the {model.heads // tensor} heads of a rank"

@@ -80,9 +80,7 @@ def prepare(job: Job, layout: Layout) -> Prepared:
     local_sgd.check(job, layout)
     stages = cut_stages(layout, forward_flops(config))
     if job.compile is True and layout.has_split_backward:
-        problem = (
-            f"compile = true with schedule {layout.schedule}: PyTorch cannot split the backward of compiled blocks"
-        )
+        problem = f"compile = true with schedule {layout.schedule}: PyTorch cannot split a compiled backward"
         raise LayoutError(f"{problem}; use schedule=1f1b or interleaved, or compile = false.")
     if len(stages) > 1 and not all(weight.requires_grad for weight in model.parameters()):
         for number, stage in enumerate(stages):

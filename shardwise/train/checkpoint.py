@@ -61,11 +61,9 @@ class CheckpointManager:
         self.store = RunStore.of(folder.parent)
         self.on_wait: Callable[[], None] = lambda: None  # called while a checkpoint is downloaded, which may take long
         self.group = CheckpointGroup.create("" if self.store is None else self.store.id)
-        # In a process group of their own, so that they need not wait for a save.
-        self.snapshots = (
-            None if snapshots is None else SnapshotStore(snapshots, layout, CheckpointGroup.create().all_gather)
-        )
-        """In-memory snapshots; None if disabled or if memory is too small."""
+        self.snapshots: SnapshotStore | None = None  # in memory; None if disabled or if memory is too small
+        if snapshots is not None:  # in a process group of their own, so that they need not wait for a save
+            self.snapshots = SnapshotStore(snapshots, layout, CheckpointGroup.create().all_gather)
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._staging: Tensor | None = None  # host memory of asynchronous saves

@@ -76,9 +76,8 @@ class TrainingLoop:
         self.overlaps_host = isinstance(self.step, CudaGraphStep)  # reads data and writes metrics during GPU work
         is_watched = not self.engine.has_tables and not self.overlaps_host
         flops = is_watched * 3 * self.prepared.forward_flops * self.job.samples / self.layout.world
-        self.corruption_detector = CorruptionDetector(
-            self.job, self.engine, self.optimizer, self.folder.path, flops, self._log_event
-        )
+        watched = self.engine, self.optimizer, self.folder.path, flops
+        self.corruption_detector = CorruptionDetector(self.job, *watched, self._log_event)
         task = self.job.family.task(self.job.model)
         self.callbacks = () if task is None else task.callbacks
         self.is_rank_zero = self.engine.mesh.rank == 0
@@ -113,9 +112,8 @@ class TrainingLoop:
         )  # fmt: skip
         compiled = self.job.should_compile(self.device.type, self.layout)
         can_replay = not (compiled or self.engine.has_tables or self.job.gradient.compress)  # without side effects
-        self.anomaly_policy = AnomalyPolicy(
-            self.job, self.engine, can_replay, lambda: len(self._skipped_batches()), self._log_event
-        )
+        count_skipped = lambda: len(self._skipped_batches())  # noqa: E731
+        self.anomaly_policy = AnomalyPolicy(self.job, self.engine, can_replay, count_skipped, self._log_event)
 
     def _make_step_fn(self) -> Callable[[Samples], StepResult]:
         compiled = self.job.should_compile(self.device.type, self.layout)

@@ -166,10 +166,8 @@ def diagnose(ranks: dict[int, RankState], now: float) -> Diagnosis:
         messages = [f"rank {state.rank} has been stuck {_describe_stall(state, now)}" for state in busy]
     elif waiting:
         culprits, why = _find_diverged(waiting)
-        messages = [
-            f"rank {state.rank} {why} {state.divergence or _describe_wait(state)}{_location_suffix(state)}"
-            for state in culprits
-        ]
+        calls = [f"{state.divergence or _describe_wait(state)}{_location_suffix(state)}" for state in culprits]
+        messages = [f"rank {state.rank} {why} {call}" for state, call in zip(culprits, calls, strict=True)]
     else:
         culprits = sorted(busy, key=lambda state: state.heartbeat["since"])[:1]
         no_wait = "no rank is waiting in a collective; the longest without progress is"
@@ -306,7 +304,6 @@ def _is_worker(run: Path, heartbeat: dict[str, Any]) -> bool:
     a signal would end that process; the process that writes a heartbeat has its file open."""
     with suppress(psutil.Error, OverflowError):
         process, path = psutil.Process(heartbeat["pid"]), heartbeat_folder(run) / f"rank-{heartbeat['rank']}.json"
-        return process.status() != psutil.STATUS_ZOMBIE and str(path.resolve()) in [
-            f.path for f in process.open_files()
-        ]
+        is_open = str(path.resolve()) in [file.path for file in process.open_files()]
+        return is_open and process.status() != psutil.STATUS_ZOMBIE
     return False

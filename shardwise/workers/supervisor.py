@@ -276,9 +276,8 @@ class Supervisor:
         if self.worker_pool.size >= self.size:
             return
         if self.replan is None:
-            raise failure.to_exception(
-                f"The node did not rejoin within {self.rejoin_timeout:g} s; start it again and continue with --resume."
-            )
+            late = f"The node did not rejoin within {self.rejoin_timeout:g} s"
+            raise failure.to_exception(f"{late}; start it again and continue with --resume.")
         self.layout, self.size = self.replan(self.worker_pool.size)
         message = f"continuing without the node: {pluralize(self.size, 'process')} in layout '{self.layout}'."
         self.log_event("scaled_down", message, ranks=failure.ranks, step=failure.step, layout=self.layout)
@@ -295,10 +294,8 @@ class Supervisor:
             no_layout = f"No layout works without {format_ranks(ranks)}: {error}"
             raise failure.to_exception(f"{giving_up} {no_layout}") from None
         self.attempts, self.suspect_ranks = 0, set()
-        message = (
-            f"{failure.message} Removing {format_ranks(ranks)} after {self._restarts_text()}; continuing with "
-            f"{pluralize(self.size, 'process')} in layout '{self.layout}'."
-        )
+        rest = f"continuing with {pluralize(self.size, 'process')} in layout '{self.layout}'"
+        message = f"{failure.message} Removing {format_ranks(ranks)} after {self._restarts_text()}; {rest}."
         self.log_event("scaled_down", message, ranks=ranks, step=failure.step, layout=self.layout)
 
 

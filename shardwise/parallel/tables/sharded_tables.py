@@ -176,9 +176,7 @@ def check_ids(bags: Bags, tables: Sequence[TableSpec], sample_ids: Tensor) -> Te
         bad_table = tables[int(table[first])]
         sample = int(sample_ids[int(bag_indices[first]) // len(tables)])
         problem = f"id {int(bags.ids[first])} is outside of its table, which has rows 0 to {bad_table.rows - 1}"
-        raise DataError(
-            f"sample {sample}, {bad_table.name}: {problem}; give ids modulo the rows, or a table with more."
-        )
+        raise DataError(f"sample {sample}, {bad_table.name}: {problem}; give ids modulo the rows, or more rows.")
     return table
 
 
