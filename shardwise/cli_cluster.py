@@ -85,7 +85,7 @@ def submit(
 
 def preflight(folder: Path, as_json: bool) -> None:
     """Measures the world of this process, or this machine; exits with 1 if something is slow."""
-    found = quick_import("shardwise.launch.preflight")
+    found = quick_import("shardwise.launch.where")
     from shardwise.launch.cluster_environment import detect
 
     environment = detect()

@@ -23,6 +23,7 @@ from shardwise.models.pretrained_config import mask_token, tokenizer_size
 from shardwise.models.registry import families, family_name, family_of, named_family, parse_model
 from shardwise.peer_words import job_hint
 
+_COMPRESSION = re.compile(r"|fp16|bf16|int8|onebit|topk:0?\.\d{0,9}[1-9]\d{0,9}|powersgd(:rank=[1-9]\d{0,4})?")
 _GATE = re.compile(r"\s*(<=|>=|<|>)\s*([-+]?[\d.]+(?:e[-+]?\d+)?)\s*", re.IGNORECASE)
 
 
@@ -100,9 +101,7 @@ class GradientConfig(ConfigSection):
         return round(self.compress_after * total_steps if self.compress_after < 1 else self.compress_after)
 
     def model_post_init(self, context: Any) -> None:
-        if not re.fullmatch(
-            r"|fp16|bf16|int8|onebit|topk:0?\.\d{0,9}[1-9]\d{0,9}|powersgd(:rank=[1-9]\d{0,4})?", self.compress
-        ):
+        if not _COMPRESSION.fullmatch(self.compress):
             methods = "fp16, bf16, int8, onebit, topk:0.01 (a fraction between 0 and 1) or powersgd:rank=4"
             raise ValueError(f"compress = {self.compress!r} is not a compression method; use {methods}")
 

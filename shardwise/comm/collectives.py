@@ -148,9 +148,6 @@ def all_to_all_with_grad(x: Tensor, received: list[int], sent: list[int], axis: 
     return _AllToAll.apply(x, received, sent, axis)  # type: ignore[no-any-return]
 
 
-# Small values, as JSON
-
-
 def all_gather_json(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Returns the values of all ranks, on every rank."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:

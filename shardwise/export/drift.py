@@ -128,9 +128,6 @@ def profile_data(job: Job, tokenizer: Tokenizer | None, path: str = "", like: Co
     return profile_samples(job, path, like)
 
 
-# Drift
-
-
 @dataclass(frozen=True)
 class ColumnDrift:
     """How a column of new data differs from the profile."""

@@ -154,8 +154,6 @@ class CheckpointManager:
             self.snapshots.discard_after(step)
         self.group.on_leaders(lambda: self._remove_after(step))
 
-    # Internals
-
     def _load_snapshot(self, snapshot: dict[str, Any], engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
         assert self.snapshots is not None
         restore(snapshot["index"], engine, optimizer, partial(self.snapshots.load_into, snapshot))
@@ -264,9 +262,6 @@ class CheckpointManager:
                 if self.store is not None:
                     self.store.undone_mark(path.name).touch()
                 checkpoint_folder.remove_checkpoint(path)
-
-
-# The state of an engine
 
 
 def collect_pieces(engine: Engine, optimizer: Optimizer) -> Pieces:

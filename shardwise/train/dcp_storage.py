@@ -117,8 +117,8 @@ def _read_file(path: Path, parts: list[tuple[int, int, tuple[slice, ...], Tensor
     """Copies parts of stored tensors; of each: where in the file it is stored, which slice to copy, and where to."""
     with path.open("rb") as file:
         for offset, length, source, target in parts:
-            stored = torch.load(_create_file_view(file, offset, length), map_location="cpu", weights_only=True)
-            target.copy_(stored[source])
+            view: Any = _create_file_view(file, offset, length)
+            target.copy_(torch.load(view, map_location="cpu", weights_only=True)[source])
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -228,9 +228,6 @@ def _describe_stall(state: RankState, now: float) -> str:
     return f"{_step_and_phase(state)} for {now - state.heartbeat['since']:.1f} s{silent}{_location_suffix(state)}"
 
 
-# Live ranks
-
-
 def request_dumps(
     run: Path, ranks: Iterable[int], timeout: float, send_signal: Callable[[], None],
     wait: Callable[[float], None] = time.sleep,

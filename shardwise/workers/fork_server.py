@@ -220,15 +220,13 @@ def _fork_workers(command: Message, channel: MessageChannel) -> _ForkedGroup:
 
     options, pids = {"snapshots": folder, "standby_gate": wait if read >= 0 else None}, {}
     for local_index, rank in enumerate(command["ranks"]):
-        pids[rank] = _fork_worker(channel, rank, local_index, command, options, write)
+        pids[rank] = _fork_worker(channel, local_index, command, options, write)
     if read >= 0:
         os.close(read)
     return _ForkedGroup(pids, release)
 
 
-def _fork_worker(
-    channel: MessageChannel, rank: int, local_index: int, command: Message, options: Message, write: int
-) -> int:
+def _fork_worker(channel: MessageChannel, local_index: int, command: Message, options: Message, write: int) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     parent, pid = os.getpid(), os.fork()
@@ -246,7 +244,7 @@ def _fork_worker(
         if os.getppid() != parent:  # it died before the kernel was asked
             os._exit(1)
         slots = command.get("slots") or list(range(len(command["ranks"])))
-        world = {"RANK": rank, "LOCAL_RANK": slots[local_index]}
+        world = {"RANK": command["ranks"][local_index], "LOCAL_RANK": slots[local_index]}
         world |= {"WORLD_SIZE": command["size"], "LOCAL_WORLD_SIZE": len(slots)}
         os.environ.update({name: str(value) for name, value in world.items()} | command.get("environment", {}))
         module, _, name = command["entry"].partition(":")

@@ -115,7 +115,7 @@ class SnapshotStore:
 
     @torch.no_grad()
     def load_into(self, header: Mapping[str, Any], pieces: Pieces) -> None:
-        tensors = self.tensors(header)
+        tensors = unpack(self._mapped_bytes(self.rank, self._slot, header["bytes"]), header["entries"])
         if any(piece.tensor.is_cuda for piece in pieces.values()):
             page_lock(self._mapped_bytes(self.rank, self._slot, header["bytes"]))
         for name, piece in pieces.items():
@@ -166,16 +166,11 @@ class SnapshotStore:
         self.discard_after(step)  # later ones may come from an attempt with other results
         return header
 
-    def tensors(self, header: Mapping[str, Any]) -> dict[str, Tensor]:
-        return unpack(self._mapped_bytes(self.rank, self._slot, header["bytes"]), header["entries"])
-
     def discard_after(self, step: int) -> None:
         for rank in {self.rank, self.backed_up_rank}:
             for slot, header in self._headers(rank).items():
                 if header["step"] > step:
                     self._header_path(rank, slot).unlink(missing_ok=True)
-
-    # Internals
 
     def _finalize(self, header: dict[str, Any], buffer: Tensor, slot: int) -> None:
         with suppress(OSError, RuntimeError):  # a snapshot without a header is never loaded
