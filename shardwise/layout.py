@@ -105,8 +105,6 @@ class Layout:
             listed = shorten(",".join(map(str, self.stages)))
             raise LayoutError(f"stages={listed}: a stage cannot hold fewer than 0 layers, or more than {MAX_LAYERS:,}.")
 
-    # Derived properties
-
     @cached_property
     def world(self) -> int:
         """World size: the number of processes."""
@@ -149,8 +147,6 @@ class Layout:
         if self.pipeline > 1 and self.schedule in V_SHAPED:
             return rank, self.stage_count - 1 - rank
         return tuple(range(rank, self.stage_count, self.pipeline))
-
-    # Text form
 
     def __str__(self) -> str:
         parts, always = [], {"schedule": self.pipeline > 1, "zero": self.shard > 1}

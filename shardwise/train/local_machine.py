@@ -30,9 +30,9 @@ FORKED_PROCESS_BYTES = 0.1 * GIB  # that a worker does not share with the proces
 def pick_device(job: Job) -> str:
     """Returns `cuda` or `cpu`. Queries NVML, since initializing CUDA would break processes forked later."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    if job.run.device == "cuda" and not torch.cuda.is_available():
+        raise LayoutError('run.device = "cuda", but PyTorch sees no GPU here; use "cpu" or "auto".')
     if job.run.device != "auto":
-        if job.run.device == "cuda" and not torch.cuda.is_available():
-            raise LayoutError('run.device = "cuda", but PyTorch sees no GPU here; use "cpu" or "auto".')
         return job.run.device
     return "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -45,11 +45,7 @@ def check_compiler() -> None:
 
 
 def local_process_count(job: Job) -> int:
-    if job.run.processes:
-        return job.run.processes
-    if pick_device(job) == "cuda":
-        return torch.cuda.device_count()
-    return core_count()
+    return job.run.processes or (torch.cuda.device_count() if pick_device(job) == "cuda" else core_count())
 
 
 def core_count() -> int:
