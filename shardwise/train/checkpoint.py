@@ -45,7 +45,7 @@ from shardwise.optim.sharded_optimizer import ShardedOptimizer
 from shardwise.parallel.engine import Engine
 from shardwise.train import checkpoint_folder, dcp_storage, error_feedback
 from shardwise.train.checkpoint_folder import CheckpointGroup, list_checkpoints, valid_checkpoints
-from shardwise.train.dcp_storage import CheckpointPiece, Index, Pieces, dtype_of, read_pieces, weight_pieces
+from shardwise.train.dcp_storage import CheckpointPiece, Index, Pieces, read_pieces, weight_pieces, write_pieces
 from shardwise.train.run_store import RunStore, find_newest_valid
 from shardwise.workers.snapshots import SnapshotStore
 
@@ -215,7 +215,7 @@ class CheckpointManager:
             created = self.group.on_rank_zero(lambda: checkpoint_folder.create_partial(self.folder, step).name)
             temporary = self.folder / created
             self.group.on_leaders(lambda: temporary.mkdir(exist_ok=True))
-            files = dcp_storage.write_pieces(temporary, pieces, self.group)
+            files = write_pieces(temporary, pieces, self.group)
             manifest = {**json.loads(metadata), "torch": torch.__version__, "world": self.group.size, "files": files}
             name, kept = self.group.on_rank_zero(lambda: self._commit(step, temporary, manifest))
             self.group.on_leaders(lambda: self._follow(temporary, name, kept))
@@ -364,13 +364,13 @@ def init_optimizer_state(index: Index, optimizer: Optimizer, param_shards: list[
             if not entry["shape"]:
                 # The step count: only fused and capturable optimizers keep it on the weight's device.
                 device = weight.device if step_on_device.get(id(weight)) else torch.device("cpu")
-                state[key] = torch.zeros((), dtype=dtype_of(entry), device=device)
+                state[key] = torch.zeros((), dtype=dcp_storage.dtype_of(entry), device=device)
             else:
                 has_weight_dtype = entry["dtype"] == index[f"weights.{param_shard.name}"]["dtype"]
                 size, dim = list(weight.shape), collapsed_dim(optimizer, f"optimizer.{param_shard.name}.{key}")
                 if dim is not None:
                     size[dim] = 1
-                dtype = weight.dtype if has_weight_dtype else dtype_of(entry)
+                dtype = weight.dtype if has_weight_dtype else dcp_storage.dtype_of(entry)
                 if sharded is None:
                     state[key] = weight.new_zeros(size, dtype=dtype)
                 else:
