@@ -56,6 +56,9 @@ class ClickSource(CountedSource):
     def __init__(self, model: DLRMConfig, first: int, count: int):
         self.model, self.first, self.count = model, first, count
 
+    def read_sample(self, index: int) -> np.ndarray:
+        return self.rows(np.array([self.first + index]))[0]
+
     def rows(self, indices: np.ndarray) -> np.ndarray:
         """Returns packed rows by their indices in the whole log."""
         raise NotImplementedError
