@@ -27,8 +27,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from shardwise.data.cifar10 import MEAN, STD, TEST_FILE, TRAIN_FILES, open_cifar10
-from shardwise.data.images import ImageAugmentation
+from shardwise.data.images import MEAN, STD, TEST_FILE, TRAIN_FILES, ImageAugmentation, open_cifar10
 from shardwise.data.input_files import BadRecords
 from shardwise.data.loader import Loader
 from shardwise.data.sample_stream import SampleStream

@@ -18,8 +18,7 @@ from collections.abc import Callable
 import numpy as np
 
 from shardwise.data.tokenizer import ByteTokenizer, Tokenizer
-from shardwise.export.data_profile import profile_text, text_passages
-from shardwise.export.drift import compare_columns
+from shardwise.export.drift import compare_columns, profile_text, text_passages
 from shardwise.job import load_job
 
 ALPHABETS = {"plain": "etaoinshrdlucmfwypvbgkjqxz", "accents": "eàiénrsoultdècmpévüöä"}

@@ -135,9 +135,8 @@ def verify(
     if not as_json:
         console.print(table)
     failed = [record for record in records if not record.ok]
-    for record in failed:
-        if not as_json:
-            print_line(record.describe())
+    for record in failed if not as_json else ():
+        print_line(record.describe())
     if failed:
         raise typer.Exit(1)
 
@@ -203,10 +202,7 @@ def calibrate(
     print_line(calibrate_to_file(out, processes, device))
 
 
-bench = typer.Typer(
-    no_args_is_help=True, rich_markup_mode="markdown",
-    help="Benchmarks of this machine.",
-)  # fmt: skip
+bench = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", help="Benchmarks of this machine.")
 app.add_typer(bench, name="bench")
 
 

@@ -109,7 +109,7 @@ def sweep(
 
 def preflight(folder: Path, as_json: bool) -> None:
     """Measures the world of this process, or this machine; exits with 1 if something is slow."""
-    found = quick_import("shardwise.launch.preflight")
+    found = quick_import("shardwise.launch.where")
     from shardwise.launch.cluster_environment import detect
 
     environment = detect()

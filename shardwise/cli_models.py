@@ -1,9 +1,8 @@
 """The commands on trained models: sample, eval, export, merge, drift."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Argument, Exit, Option
 
@@ -101,6 +100,4 @@ def drift(
         raise Exit(1)
 
 
-COMMANDS: dict[str, Callable[..., None]] = {
-    "sample": sample, "eval": evaluate, "export": export, "merge": merge, "drift": drift,
-}  # fmt: skip
+COMMANDS: dict[str, Any] = {"sample": sample, "eval": evaluate, "export": export, "merge": merge, "drift": drift}

@@ -11,18 +11,19 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
 import tomli_w
-from pydantic import Field, SerializeAsAny, ValidationError, field_validator, model_validator
+from pydantic import Field, SerializeAsAny, ValidationError, field_validator
 
-from shardwise.errors import JobError, LayoutError, shorten
+from shardwise.errors import JobError, LayoutError, shorten, suggest
 from shardwise.files import parse_toml
-from shardwise.job_errors import describe_problems
 from shardwise.layout import Layout
 from shardwise.models.config import ConfigSection, Count, ModelConfig
 from shardwise.models.family import Family
 from shardwise.models.gpt_family import DecoderConfig
 from shardwise.models.pretrained_config import mask_token, tokenizer_size
-from shardwise.models.registry import family_name, family_of, parse_model
+from shardwise.models.registry import families, family_name, family_of, named_family, parse_model
+from shardwise.peer_words import job_hint
 
+_COMPRESSION = re.compile(r"|fp16|bf16|int8|onebit|topk:0?\.\d{0,9}[1-9]\d{0,9}|powersgd(:rank=[1-9]\d{0,4})?")
 _GATE = re.compile(r"\s*(<=|>=|<|>)\s*([-+]?[\d.]+(?:e[-+]?\d+)?)\s*", re.IGNORECASE)
 
 
@@ -43,8 +44,7 @@ class DataConfig(ConfigSection):
     augment: tuple[Literal["crop", "flip", "colour", "cutout"], ...] = ()
     on_bad_record: Literal["stop", "skip"] = "stop"
 
-    @model_validator(mode="after")
-    def _check_mix(self) -> "DataConfig":
+    def model_post_init(self, context: Any) -> None:
         if bool(self.mix) != (self.source == "mix"):
             raise ValueError('source = "mix" and paths below [data.mix] belong together; set both or neither')
         for key in ("chat_template", "train_on", "truncate", "pack"):
@@ -52,18 +52,15 @@ class DataConfig(ConfigSection):
                 raise ValueError(f'{key} = {getattr(self, key)!r} is for source = "chat" only; remove it')
         if self.path and "source" not in self.model_fields_set:
             raise ValueError(f"path = {self.path!r} needs a source: text, jsonl, chat, tokens, criteo or cifar10")
-        return self
 
 
 class BatchConfig(ConfigSection):
     samples: Count | None = Field(None, ge=1, le=10**8)
     tokens: Count | None = Field(None, ge=1, le=10**12)
 
-    @model_validator(mode="after")
-    def _check_one_unit(self) -> "BatchConfig":
+    def model_post_init(self, context: Any) -> None:
         if self.samples is not None and self.tokens is not None:
             raise ValueError("set samples or tokens, not both")
-        return self
 
 
 class OptimizerConfig(ConfigSection):
@@ -82,13 +79,11 @@ class OptimizerConfig(ConfigSection):
     wsd_decay: float = Field(0.2, ge=0.0)
     min_lr_ratio: float = Field(0.1, ge=0.0, le=1.0)
 
-    @model_validator(mode="after")
-    def _check_state_dtype(self) -> "OptimizerConfig":
+    def model_post_init(self, context: Any) -> None:
         if self.state_dtype != "float32" and self.name != "adamw":
             raise ValueError(f"state_dtype = {self.state_dtype!r} works with adamw only, not {self.name}; remove it")
         if self.offload and (self.name != "adamw" or self.state_dtype == "8bit"):
             raise ValueError("offload works with adamw and moments in float32 or bf16 only; remove it or change them")
-        return self
 
 
 class EmbeddingTablesConfig(ConfigSection):
@@ -105,14 +100,10 @@ class GradientConfig(ConfigSection):
     def uncompressed_steps(self, total_steps: int) -> int:
         return round(self.compress_after * total_steps if self.compress_after < 1 else self.compress_after)
 
-    @model_validator(mode="after")
-    def _check_compress(self) -> "GradientConfig":
-        if not re.fullmatch(
-            r"|fp16|bf16|int8|onebit|topk:0?\.\d{0,9}[1-9]\d{0,9}|powersgd(:rank=[1-9]\d{0,4})?", self.compress
-        ):
+    def model_post_init(self, context: Any) -> None:
+        if not _COMPRESSION.fullmatch(self.compress):
             methods = "fp16, bf16, int8, onebit, topk:0.01 (a fraction between 0 and 1) or powersgd:rank=4"
             raise ValueError(f"compress = {self.compress!r} is not a compression method; use {methods}")
-        return self
 
 
 class LocalSGDConfig(ConfigSection):
@@ -122,11 +113,9 @@ class LocalSGDConfig(ConfigSection):
     outer_momentum: float = Field(0.9, ge=0.0, lt=1.0)
     fragments: int = Field(1, ge=1, le=10_000)
 
-    @model_validator(mode="after")
-    def _check_fragments(self) -> "LocalSGDConfig":
+    def model_post_init(self, context: Any) -> None:
         if self.fragments > self.every:
             raise ValueError(f"fragments ({self.fragments}) exceeds every ({self.every}); a step sends at most one")
-        return self
 
 
 class LossConfig(ConfigSection):
@@ -160,8 +149,7 @@ class ValidationConfig(ConfigSection):
             return values
         return {name: {"path": value} if isinstance(value, str) else value for name, value in values.items()}
 
-    @model_validator(mode="after")
-    def _check_sets(self) -> "ValidationConfig":
+    def model_post_init(self, context: Any) -> None:
         for name in self.sets:
             if not re.fullmatch(r"[\w-]{1,40}", name) or name in ("loss", "bits_per_byte", "accuracy"):
                 raise ValueError(f"sets: {name!r} is no name for a set; use letters, digits, - and _, and no metric")
@@ -169,16 +157,13 @@ class ValidationConfig(ConfigSection):
             raise ValueError("sets: all weights are 0; give at least one set a weight")
         if self.patience and not self.every:
             raise ValueError("patience counts validations; set every as well")
-        return self
 
 
 class ExportConfig(ConfigSection):
     gates: dict[str, Any] = {}
 
-    @model_validator(mode="after")
-    def _check_gates(self) -> "ExportConfig":
+    def model_post_init(self, context: Any) -> None:
         self.conditions()
-        return self
 
     def conditions(self) -> dict[str, tuple[str, float]]:
         """Returns the gates by dotted name: the comparison and its bound."""
@@ -246,8 +231,7 @@ class Job(ConfigSection):
     def _choose_family(cls, values: Any) -> Any:
         return parse_model(values) if isinstance(values, Mapping) else values
 
-    @model_validator(mode="after")
-    def _check_consistency(self) -> "Job":
+    def model_post_init(self, context: Any) -> None:
         if self.steps is not None and self.tokens is not None:
             raise ValueError("set steps or tokens, not both")
         if self.gradient.compress and self.precision == "fp16":
@@ -266,16 +250,13 @@ class Job(ConfigSection):
                 Layout.parse(self.layout)
             except LayoutError as error:
                 raise ValueError(str(error)) from None
-        return self
 
     @property
     def samples(self) -> int:
         """Global batch size in samples."""
-        if self.batch.samples is not None:
-            return self.batch.samples
         if self.batch.tokens is not None:
             return max(1, self.batch.tokens // self.model.sequence_length)
-        return 32
+        return self.batch.samples or 32
 
     def is_validated_after(self, step: int) -> bool:
         return step == self.total_steps or bool(self.validation.every and step % self.validation.every == 0)
@@ -313,9 +294,8 @@ class Job(ConfigSection):
         return tomli_w.dumps(self.model_dump(exclude_none=True))
 
 
-def load_job(path: Path | None, overrides: Sequence[str] = (), own_model: bool = False) -> Job:
-    """Reads a job file (None means all defaults), applies `key.path=value` overrides and validates the result. With
-    `own_model`, model and tokenizer of the file give way to overrides that name a model."""
+def load_job(path: Path | None, overrides: Sequence[str] = ()) -> Job:
+    """Reads a job file (None means all defaults), applies `key.path=value` overrides and validates the result."""
     values: dict[str, Any] = {}
     if path is not None:
         try:
@@ -326,8 +306,6 @@ def load_job(path: Path | None, overrides: Sequence[str] = (), own_model: bool =
             raise JobError(f"the job file {path} cannot be read: {error}.") from None
         except ValueError as error:
             raise JobError(f"{path} is not valid TOML: {error}.") from None
-    if own_model and any(override.startswith(("model.name=", "model.weights=")) for override in overrides):
-        values = {**values, "model": {}, "data": {"source": values["data"]["source"]}}
     for override in overrides:
         _apply_override(values, override)
     return make_job(values, str(path) if path else "the job")
@@ -356,7 +334,7 @@ def make_job(values: Mapping[str, Any], origin: str = "the job") -> Job:
         raise JobError(f"{origin}: {error}.") from None
     if not problems:
         return job
-    raise JobError("\n".join(f"{origin}: {sentence}" for sentence in describe_problems(problems, family, Job)))
+    raise JobError("\n".join(f"{origin}: {sentence}" for sentence in describe_problems(problems, family)))
 
 
 def _match_tokenizer(values: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
@@ -396,3 +374,48 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         section_values.pop("tokens" if leaf == "samples" else "samples", None)
     if not sections and leaf in ("steps", "tokens"):
         section_values.pop("tokens" if leaf == "steps" else "steps", None)
+
+
+def describe_problems(problems: Sequence[Any], family: str) -> list[str]:
+    """Returns pydantic's errors as one sentence per key; `family`: that of the job's model."""
+    messages: dict[str, list[str]] = {}
+    for problem in problems:
+        path, _, message = _format_problem(problem, family).partition(": ")
+        messages.setdefault(path, []).append(message)
+    # Pydantic reports each member of a union type as its own problem; join them into one sentence.
+    joined = {path: ", or ".join([*(t.rstrip(".") for t in texts[:-1]), texts[-1]]) for path, texts in messages.items()}
+    return [f"{path}: {text}".removesuffix(": ") for path, text in joined.items()]
+
+
+def _format_problem(problem: Any, family: str) -> str:
+    """Returns a pydantic error as a sentence; `family` is the family of the job's model."""
+    location = list(problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        hint = job_hint(str(location[-1]), problem["input"]) or _suggest_key(location, family)
+        return f"unknown key {'.'.join(map(str, location))!r}; {hint}"
+    # For a union, pydantic appends the member type to the location; it is not part of the key.
+    type_names = ("bool", "int", "float", "str", "constrained-int", "constrained-float")
+    location = [part for part in location if part not in type_names and "[" not in str(part)]
+    path = ".".join(map(str, location))
+    message = problem["msg"].removeprefix("Value error, ").rstrip(".")
+    message += "" if message.endswith("?") else "."
+    if problem["type"] == "value_error":
+        return f"{path}: {message}" if path else message
+    if problem["type"] == "missing":
+        return f"{path}: a value is required."
+    if problem["type"] in ("model_type", "model_attributes_type"):
+        return f"{path} = {shorten(problem['input'])}: {path} is a section, not a value; set its keys below [{path}]."
+    return f"{path} = {shorten(problem['input'])}: {message.replace('Input should', 'should')}"
+
+
+def _suggest_key(location: list[str | int], family: str) -> str:
+    """Suggests the key that was probably meant, and says which other model families have this key."""
+    *sections, key = map(str, location)
+    if not sections:
+        return suggest(key, Job.model_fields)
+    if sections[0] != "model":
+        section: Any = Job.model_fields[sections[0]].annotation
+        return suggest(key, section.model_fields)
+    others = [repr(name) for name, other in families().items() if key in other.config.model_fields]
+    suggestion = suggest(key, named_family(family).config.model_fields)
+    return f"it is a key of {' and '.join(others)}, not of {family!r}; {suggestion}" if others else suggestion

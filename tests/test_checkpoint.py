@@ -32,9 +32,9 @@ from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import prepare
 from shardwise.step import step
 from shardwise.train import checkpoint_folder
-from shardwise.train.checkpoint import CheckpointManager, valid_checkpoints, weight_pieces
+from shardwise.train.checkpoint import CheckpointManager, valid_checkpoints
 from shardwise.train.checkpoint_folder import CheckpointGroup, read_manifest
-from shardwise.train.dcp_storage import read_index, read_pieces
+from shardwise.train.dcp_storage import read_index, read_pieces, weight_pieces
 from shardwise.verify.parity import make_stream
 
 # A vocabulary that nothing divides, and 4 hidden features, of which the last of 3 ranks gets none.

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.comm.world import run_world
-from shardwise.data.cifar10 import MEAN, STD, TEST_FILE, TRAIN_FILES, open_cifar10
-from shardwise.data.images import ImageAugmentation, SyntheticImages
+from shardwise.data.images import MEAN, STD, TEST_FILE, TRAIN_FILES, ImageAugmentation, SyntheticImages, open_cifar10
 from shardwise.data.input_files import BadRecords
 from shardwise.data.loader import Loader
 from shardwise.data.make_sources import make_sources

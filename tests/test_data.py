@@ -152,7 +152,7 @@ def test_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path) -> None:
     write_token_arrays(path, [np.arange(10)], 256)
     with pytest.raises(DataError, match="256"):
         write_token_arrays(path, [np.arange(10), np.array([256])], 256)
-    assert len(open_token_file(path)) == 10
+    assert open_token_file(path).count == 10
     assert os.listdir(tmp_path) == ["tokens.bin"]
 
 

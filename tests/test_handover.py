@@ -15,8 +15,7 @@ from test_eval import TINY, train_run
 from shardwise.cli import app
 from shardwise.data.tokenizer import ByteTokenizer
 from shardwise.errors import JobError, RunError, UserError
-from shardwise.export.data_profile import profile_samples, profile_text, thin
-from shardwise.export.drift import compare_columns, drift, drift_page, read_profile
+from shardwise.export.drift import compare_columns, drift, drift_page, profile_samples, profile_text, read_profile, thin
 from shardwise.export.handover import hand_over
 from shardwise.export.smoke import smoke_test
 from shardwise.job import make_job

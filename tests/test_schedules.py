@@ -20,9 +20,8 @@ from shardwise.job import Job, make_job
 from shardwise.layout import AUTO_SCHEDULES, FULL_BACKWARD, Layout, micro_batch_error
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
-from shardwise.parallel.pipeline import Pipeline
 from shardwise.parallel.prepare import prepare
-from shardwise.parallel.torch_pipelining import SCHEDULE_CLASSES, schedule_actions
+from shardwise.parallel.torch_pipelining import SCHEDULE_CLASSES, Pipeline, schedule_actions
 from shardwise.planner.plan import auto_schedule_order, make_plan
 from shardwise.schedules.closed_form import lower_bound
 from shardwise.schedules.list_scheduler import SchedulingProblem

@@ -15,7 +15,7 @@ from pairwise import Case, cover, pairs
 
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import DataConfig, Job, make_job
-from shardwise.launch.launch import check_layout_fits
+from shardwise.launch.start import check_layout_fits
 from shardwise.layout import Layout, micro_batch_error
 from shardwise.parallel import context
 from shardwise.parallel.prepare import prepare

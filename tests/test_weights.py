@@ -26,9 +26,8 @@ from shardwise.models.pretrained import INDEX_FILE
 from shardwise.models.pretrained_config import FORMATS, make_config, read_config
 from shardwise.models.registry import parse_model
 from shardwise.parallel.prepare import prepare
-from shardwise.train.checkpoint import weight_pieces
 from shardwise.train.checkpoint_folder import CheckpointGroup, find_newest_valid
-from shardwise.train.dcp_storage import dtype_of, read_index, read_pieces
+from shardwise.train.dcp_storage import dtype_of, read_index, read_pieces, weight_pieces
 from shardwise.train.export import export_run, open_checkpoint
 from shardwise.train.loop import TrainingLoop
 from shardwise.train.run_folder import RunFolder

@@ -122,8 +122,7 @@ class ChatTemplate:
 
 
 def load_template(name: str, tokenizer: str, has_chatml_tokens: bool) -> ChatTemplate:
-    """Returns the template in the file `name`, or else that of the tokenizer's folder, or else ChatML if the tokenizer
-    has its tokens."""
+    """Returns the template in the file `name`, else that of the tokenizer's folder, else ChatML if its tokens exist."""
     folder = Path(tokenizer).expanduser()
     folder = folder if folder.is_dir() else folder.parent
     path = Path(name).expanduser() if name else folder / "chat_template.jinja"

@@ -124,10 +124,9 @@ class DataRecord:
         changes = self.changes(compare_times, samples)
         if changes and not self.is_new:
             more = f"; and {len(changes) - MAX_SHOWN} more" if len(changes) > MAX_SHOWN else ""
-            raise DataError(
-                f"the data has changed since the run began: {'; '.join(changes[:MAX_SHOWN])}{more}. Restore it, or "
-                f"continue with the changed data: shardwise train --resume {run} --accept-data-change."
-            )
+            remedy = f"Restore it, or continue with it: shardwise train --resume {run} --accept-data-change."
+            shown = "; ".join(changes[:MAX_SHOWN])
+            raise DataError(f"the data has changed since the run began: {shown}{more}. {remedy}")
 
 
 MAX_SHOWN = 3  # bad records or changes that a message quotes

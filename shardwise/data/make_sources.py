@@ -22,8 +22,7 @@ from typing import Any, cast
 from shardwise.console import pluralize
 from shardwise.data import chat, criteo
 from shardwise.data.chat_template import CHATML_TOKENS, load_template
-from shardwise.data.cifar10 import IMAGE_SIZE, NUM_CLASSES, open_cifar10
-from shardwise.data.images import ImageAugmentation, SyntheticImages
+from shardwise.data.images import IMAGE_SIZE, NUM_CLASSES, ImageAugmentation, SyntheticImages, open_cifar10
 from shardwise.data.input_files import BadRecords, DataFile, DataRecord
 from shardwise.data.sample_stream import Mixture, Source, Subset, SyntheticTokens
 from shardwise.data.text import describe_source, encode_files, find_files, load_or_train_tokenizer
@@ -60,10 +59,10 @@ def make_sources(
     given = SAMPLE_KINDS.get(source, wanted)
     if given != wanted and wanted == "tokens":
         raise DataError(f"data.source = {source!r} has {given}, but model.name = {job.model.name!r} reads tokens.")
-    if wanted == "clicks":
-        return *_click_sources(job, bad_records, record), None
     if source == "synthetic":
         return *_synthetic_sources(job), None
+    if wanted == "clicks":
+        return *_click_sources(job, bad_records, record), None
     if wanted == "images":
         return *_image_sources(job, job.model, bad_records, record), None
     if source == "chat":
@@ -124,7 +123,7 @@ def _image_sources(job: Job, model: Any, bad_records: BadRecords, record: DataRe
     if model.image_size != IMAGE_SIZE or model.num_classes < NUM_CLASSES:
         raise DataError(f"CIFAR-10 needs model.image_size = {IMAGE_SIZE} and model.num_classes = {NUM_CLASSES}.")
     training, held_out = open_cifar10(job.data.path, bad_records, make_augmentation(job))
-    record.take([file.path for file in (*training.files, *held_out.files)])
+    record.take([*training.paths, *held_out.paths])
     return training, held_out
 
 
@@ -152,6 +151,8 @@ def _synthetic_sources(job: Job) -> tuple[Source, Source]:
     if model.sample_kind == "images":
         held_out = SyntheticImages(num_held_out, model.image_size, model.num_classes, job.seed, first_index=count)
         return synthetic_source(job, count), held_out
+    if model.sample_kind == "clicks":
+        return synthetic_source(job, count), criteo.SyntheticClicks(model, count, num_held_out, job.seed)
     source = synthetic_source(job, count + num_held_out)
     return Subset(source, 0, count), Subset(source, count, len(source))
 
@@ -169,12 +170,8 @@ def synthetic_source(job: Job, count: int) -> Source:
 
 
 def _click_sources(job: Job, bad_records: BadRecords, record: DataRecord) -> tuple[Source, Source]:
-    """Returns clicks of a generated log or of a Criteo file; the last ones are held out."""
-    model, count = cast(Any, job.model), job.data.samples
-    if job.data.source == "synthetic":
-        num_held_out = _num_held_out(count + 1, job.data.validation_fraction)
-        synthetic = partial(criteo.SyntheticClicks, model, seed=job.seed)
-        return synthetic(0, count), synthetic(count, num_held_out)
+    """Returns clicks of a Criteo file; the last ones are held out."""
+    model = cast(Any, job.model)
     if job.data.source != "criteo":
         raise DataError(f"data.source = {job.data.source!r} is not a click log; use 'synthetic' or 'criteo'.")
     sparse, dense = criteo.NUM_SPARSE_FEATURES, criteo.NUM_DENSE_FEATURES
@@ -193,9 +190,6 @@ def _click_sources(job: Job, bad_records: BadRecords, record: DataRecord) -> tup
 def _num_held_out(count: int, fraction: float) -> int:
     """Returns how many of `count` samples to hold out: at least one if `fraction` is positive, and never all."""
     return min(count - 1, max(1, round(count * fraction))) if fraction > 0 else 0
-
-
-# Token files
 
 
 def _open_token_files(job: Job, record: DataRecord) -> tuple[list[TokenFile], Tokenizer | None]:
@@ -224,9 +218,6 @@ def _tokenizer_for_token_files(vocab: int, job: Job) -> Tokenizer | None:
     if tokenizer.vocab < vocab:
         raise DataError(f"{job.data.path} has {vocab} ids, its tokenizer {tokenizer.vocab}; use what encoded it.")
     return tokenizer
-
-
-# Text
 
 
 def _encode_cached(
@@ -289,9 +280,6 @@ def _chat_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataRe
     training.tokenizer_config = template.as_tokenizer_config()
     training.summary = f"{summary}; {pluralize(len(training), 'sample')} for training, {training.filled:.0%} full."
     return training, held_out, tokenizer
-
-
-# The cache
 
 
 def _cache_key(data: DataConfig, files: Sequence[DataFile], *chat_settings: str) -> str:

@@ -71,10 +71,9 @@ def _walk_files(folder: Path, excluded: Iterable[str] = ()) -> Iterator[Path]:
 def _stdlib_files() -> list[Path]:
     folder = Path(sysconfig.get_paths()["stdlib"])
     excluded = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__")
-    files = [file for file in _walk_files(folder, excluded) if file.suffix == ".py"]
     # Build settings differ between machines, all other files only between versions of Python.
-    files = [file for file in files if not file.parent.name.startswith("config-")]
-    files = [file for file in files if not file.name.startswith("_sysconfigdata")]
+    is_built = lambda file: file.parent.name.startswith("config-") or file.name.startswith("_sysconfigdata")  # noqa: E731
+    files = [file for file in _walk_files(folder, excluded) if file.suffix == ".py" and not is_built(file)]
     if not files:
         raise DataError(f"the source code of the standard library is not in {folder}; use data.source = 'text'.")
     return files
@@ -164,8 +163,7 @@ ENCODE_BATCH_CHARS = 8 << 20  # characters per call of the tokenizer
 
 
 def encode_source(data: DataConfig, out: Path) -> str:
-    """Encodes the source's text into a token file; trains a `bpe:SIZE` tokenizer and saves it next to the file. Returns
-    what was written and what was skipped, as lines."""
+    """Encodes the source's text into a token file, and saves a `bpe:SIZE` tokenizer beside it. Returns what it did."""
     if data.source not in ("stdlib", "text", "jsonl"):
         raise DataError(f"data.source = {data.source!r} has no text to encode; use stdlib, text or jsonl.")
     files = find_files(data.source, data.path)

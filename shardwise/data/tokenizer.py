@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -28,52 +28,33 @@ _EOS_TOKENS = (EOS_TOKEN, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "
 """Known end-of-document tokens, ours and those of other tokenizers; the first one in the vocabulary is used."""
 
 
-class Tokenizer(Protocol):
-    vocab: int
-    eos_id: int
+class ByteTokenizer:
+    """The methods of every tokenizer, for `bytes`."""
+
+    vocab, eos_id = 256, 0
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids of a text, without an end-of-document token."""
-        ...
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the ids of several texts; may use several cores."""
-        ...
-
-    def decode(self, ids: ArrayLike, keep_special: bool = False) -> str:
-        """Returns the text of some ids; drops special tokens, unless they are kept, and invalid ids."""
-        ...
-
-    def encode_chat(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Returns the ids of each text, special tokens recognized, and the first and last character of each id."""
-        ...
-
-    def count_bytes(self, ids: ArrayLike) -> int:
-        """Returns the UTF-8 bytes that the ids stand for; end-of-document tokens and ignored targets (-100) count 0."""
-        ...
-
-
-class ByteTokenizer:
-    vocab = 256
-    eos_id = 0
-
-    def encode(self, text: str) -> np.ndarray:
         ids = np.frombuffer(text.encode(), np.uint8)
         return ids[ids != self.eos_id]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Returns the ids of several texts; may use several cores."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: ArrayLike, keep_special: bool = False) -> str:
+        """Returns the text of some ids; drops special tokens, unless they are kept, and invalid ids."""
         flat = np.asarray(ids).reshape(-1)
         return flat[(flat > 0) & (flat < self.vocab)].astype(np.uint8).tobytes().decode(errors="replace")
 
     def encode_chat(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Returns the ids of each text, special tokens recognized, and the first and last character of each id."""
         sizes = [np.array([len(letter.encode()) * (letter != "\0") for letter in text], int) for text in texts]
         places = [np.repeat(np.arange(len(of_text)), of_text) for of_text in sizes]
         return [(self.encode(text), place, place + 1) for text, place in zip(texts, places, strict=True)]
 
     def count_bytes(self, ids: ArrayLike) -> int:
+        """Returns the UTF-8 bytes that the ids stand for; end-of-document tokens and ignored targets (-100) count 0."""
         flat = np.asarray(ids)
         return int(np.count_nonzero((flat > 0) & (flat < self.vocab)))
 
@@ -136,6 +117,9 @@ class HuggingFaceTokenizer:
         for token_id, added in self._tokenizer.get_added_tokens_decoder().items():
             token_bytes[token_id] = 0 if added.special else len(added.content.encode())
         return token_bytes
+
+
+Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 
 
 def parse_bpe_size(name: str) -> int | None:

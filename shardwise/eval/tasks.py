@@ -8,9 +8,9 @@ import statistics
 import string
 import sys
 from ast import literal_eval
+from collections import namedtuple
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -31,11 +31,7 @@ DEFAULT_METRICS = {"multiple_choice": ("acc", "acc_norm"), "generate_until": ("e
 Results = dict[str, dict[str, float]]  # metrics by task or file
 
 
-@dataclass
-class Request:
-    """What lm-eval passes to a model."""
-
-    args: tuple[Any, ...]
+Request = namedtuple("Request", "args")  # what lm-eval passes to a model
 
 
 def file_perplexity(model: Any, path: str, field: str = "text") -> dict[str, float]:

@@ -22,7 +22,7 @@ import torch
 from shardwise import __version__
 from shardwise.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from shardwise.errors import DataError, JobError, RunError
-from shardwise.export.data_profile import profile_data
+from shardwise.export.drift import profile_data
 from shardwise.export.smoke import greedy_tokens, logits_checksum
 from shardwise.files import parse_json, write_text
 from shardwise.job import ExportConfig

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.objects import all_gather_json
+from shardwise.comm.collectives import all_gather_json
 from shardwise.console import format_ranks
 from shardwise.data.sample_stream import Samples
 from shardwise.errors import RunError

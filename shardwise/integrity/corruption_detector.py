@@ -28,8 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.collectives import all_gather
-from shardwise.comm.objects import all_gather_json, broadcast_json
+from shardwise.comm.collectives import all_gather, all_gather_json, broadcast_json
 from shardwise.console import format_ranks, pluralize
 from shardwise.data.sample_stream import Samples
 from shardwise.errors import RunError

@@ -61,8 +61,7 @@ class Submission:
         return Path(self.name + KINDS[self.kind][1])
 
     def write(self, command: str) -> str:
-        """Writes the file to submit, which only its owner can read. Returns its text, without the secret of the run, to
-        be shown. `command`: what was typed."""
+        """Writes the file to submit, for its owner only. Returns its text without the secret. `command`: as typed."""
         text = fill(KINDS[self.kind][0], self._values() | {"command": command})
         write_text(self.path, text)
         self.path.chmod(0o600)

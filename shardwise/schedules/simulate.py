@@ -20,7 +20,7 @@ from shardwise.errors import LayoutError
 from shardwise.layout import V_SHAPED
 
 if TYPE_CHECKING:  # imports torch, which the simulator does without
-    from shardwise.parallel.pipeline import PipelineOrder
+    from shardwise.parallel.torch_pipelining import PipelineOrder
 
 KINDS = ("F", "I", "W", "B")  # in the order of `simulate`'s list of costs
 

@@ -27,19 +27,15 @@ from shardwise.models.config import LoRA, ModelConfig
 from shardwise.models.lora import is_transposed, matches
 from shardwise.models.pretrained import INDEX_FILE, open_folder
 from shardwise.models.sharding import is_adapter
-from shardwise.train.checkpoint import weight_pieces
 from shardwise.train.checkpoint_folder import CheckpointGroup, find_newest_valid
-from shardwise.train.dcp_storage import Index, Pieces, dtype_name, dtype_of, read_index, read_pieces
+from shardwise.train.dcp_storage import Index, Pieces, dtype_name, dtype_of, read_index, read_pieces, weight_pieces
 from shardwise.train.local_machine import require_memory
-from shardwise.train.run_folder import TOKENIZER_FILES, RunFolder
+from shardwise.train.run_folder import RunFolder, copy_tokenizer_files
 from shardwise.train.warm_start import run_weights
 
 DTYPE_CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
                torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "float64": torch.float64}
-# What travels with the weights of a folder: tokenizer, chat template, generation settings.
-COPIED_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
-                "chat_template*", "generation_config.json", "preprocessor_config.json")  # fmt: skip
 CHECKED_TOKENS = 64
 TOLERANCE = 1e-10
 
@@ -70,9 +66,8 @@ class Export:
         job, source = self.job, self.job.model.pretrained_folder
         config = job.family.export_config(job.model) | {"dtype": dtype_name(self.dtype)}
         write_text(folder / "config.json", json.dumps({**config, "torch_dtype": config["dtype"]}, indent=2) + "\n")
-        for pattern in COPIED_FILES if source is not None else ():
-            for file in filter(Path.is_file, source.glob(pattern)):  # type: ignore[union-attr]
-                shutil.copy(file, folder)
+        if source is not None:
+            copy_tokenizer_files(source, folder)
         files = list(self._files(max_file_bytes))
         total, places = 0, dict[str, str]()
         for number, units in enumerate(files, start=1):
@@ -91,8 +86,7 @@ class Export:
         return self.job.family.export_weights(self.job.model, tensors)
 
     def _files(self, limit: int) -> Iterator[list[dict[str, Tensor]]]:
-        """Yields what each file holds, on the meta device: parameters, and buffers that belong to the state, in units
-        that are converted together."""
+        """Yields what each file holds, on the meta device: weights and saved buffers, in units converted together."""
         state, buffers = set(self.model.state_dict()), self.model.named_buffers()
         found: dict[str, Tensor] = dict(self.model.named_unique_parameters())
         found |= {name: b for name, b in buffers if name in state and f"buffers.{name}" in self.index}
@@ -115,13 +109,13 @@ class Export:
         """Reads tensors from the checkpoint; parameters that nothing trained have their initial values."""
         tensors: dict[str, Tensor] = {}
         pieces: Pieces = {}
-        for name, shape in ((name, tensor.shape) for name, tensor in like.items()):
+        for name, tensor in like.items():
             key = next((f"{kind}.{name}" for kind in ("weights", "buffers") if f"{kind}.{name}" in self.index), "")
-            tensors[name] = torch.empty(shape, dtype=self._dtype(like[name]) if key else None)
+            tensors[name] = torch.empty(tensor.shape, dtype=self._dtype(tensor) if key else None)
             if key:
                 pieces |= weight_pieces({key: tensors[name]})
             else:
-                init_slice(self.model, name, tensors[name], shape, (0,) * len(shape), self.job.seed)
+                init_slice(self.model, name, tensors[name], tensor.shape, (0,) * tensor.dim(), self.job.seed)
         read_pieces(self.checkpoint, {key: self.index[key] for key in pieces}, pieces, CheckpointGroup())
         for name in tensors if self.lora is not None else ():
             if (update := self._update(name)) is not None:
@@ -255,13 +249,11 @@ def export_run(
     except OSError as error:
         raise JobError(f"{out} cannot be created: {error.strerror}.") from None
     try:
+        copy_tokenizer_files(folder.path, temporary)  # before those of the weights that it started from
         if lora is not None and not merge:
             size = export.write_adapter(temporary, job.model)
         else:
             size = export.write(temporary, max_file_bytes)
-        for file in (folder.tokenizer, *(folder.path / name for name in TOKENIZER_FILES)):
-            if file.exists():
-                shutil.copy(file, temporary)
         checked = export.check(temporary) if check else ""
         added = after(export, temporary, checked)
         temporary.rename(out)

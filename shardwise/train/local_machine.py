@@ -30,9 +30,9 @@ FORKED_PROCESS_BYTES = 0.1 * GIB  # that a worker does not share with the proces
 def pick_device(job: Job) -> str:
     """Returns `cuda` or `cpu`. Queries NVML, since initializing CUDA would break processes forked later."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    if job.run.device == "cuda" and not torch.cuda.is_available():
+        raise LayoutError('run.device = "cuda", but PyTorch sees no GPU here; use "cpu" or "auto".')
     if job.run.device != "auto":
-        if job.run.device == "cuda" and not torch.cuda.is_available():
-            raise LayoutError('run.device = "cuda", but PyTorch sees no GPU here; use "cpu" or "auto".')
         return job.run.device
     return "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -45,14 +45,10 @@ def check_compiler() -> None:
 
 
 def local_process_count(job: Job) -> int:
-    if job.run.processes:
-        return job.run.processes
-    if pick_device(job) == "cuda":
-        return torch.cuda.device_count()
-    return _core_count()
+    return job.run.processes or (torch.cuda.device_count() if pick_device(job) == "cuda" else core_count())
 
 
-def _core_count() -> int:
+def core_count() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -76,7 +72,7 @@ def local_cluster(job: Job, processes: int) -> tuple[Cluster, str]:
 def _cpu_cluster(processes: int) -> Cluster:
     """Divides the memory among the processes; more processes than cores slow everything else down in proportion."""
     cpu = CLUSTERS["cpu"]
-    oversubscription = max(1.0, processes / _core_count())
+    oversubscription = max(1.0, processes / core_count())
     peaks = {precision: rate / oversubscription for precision, rate in cpu.device.peak_by_precision.items()}
     bandwidth, memory = cpu.device.bandwidth / oversubscription, host_memory() / processes
     device = replace(cpu.device, peak_by_precision=peaks, bandwidth=bandwidth, memory=memory)
@@ -125,19 +121,18 @@ MAX_COUNTS = 512  # process counts to try one by one; of a larger number, only p
 MEMORY_TOLERANCE = 2.0  # a layout that the job names is refused beyond this: predictions err, but less than this
 
 
-def choose_plan(job: Job, world_size: int | None = None) -> tuple[Plan, str]:
-    """Returns the plan for `world_size` processes (default: what this machine can run), and the machine's source."""
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) if world_size else 0
+def choose_plan(job: Job, world_size: int | None = None, at_most: bool = False) -> tuple[Plan, str]:
+    """Returns the plan for `world_size` processes (default: at most what fits here), and the machine's source."""
     if job.layout != "auto":
         layout = Layout.parse(job.layout)
-        cluster, source = local_cluster(job, local_world_size or layout.world)
+        cluster, source = local_cluster(job, int(os.environ.get("LOCAL_WORLD_SIZE", world_size or layout.world)))
         return make_plan(job, cluster, layout=str(layout)), source
     max_devices = world_size or local_process_count(job)
     counts = [*range(max_devices, 0, -1)]
     if max_devices > MAX_COUNTS:
         counts = [max_devices, *(2**n for n in range(9, -1, -1))]
-    for devices in counts[:1] if world_size else counts:
-        cluster, source = local_cluster(job, local_world_size or devices)
+    for devices in counts[:1] if world_size and not at_most else counts:
+        cluster, source = local_cluster(job, int(os.environ.get("LOCAL_WORLD_SIZE", devices)))
         try:
             if job.model.requires_single_micro_batch:  # the search does not try a whole batch as one micro-batch
                 return make_plan(job, cluster, layout=f"replicate={devices}"), source

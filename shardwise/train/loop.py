@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.objects import broadcast_json
+from shardwise.comm.collectives import broadcast_json
 from shardwise.console import pluralize, signal_name
 from shardwise.data.input_files import BadRecords
 from shardwise.data.loader import Loader
@@ -21,6 +21,7 @@ from shardwise.errors import DataError, RunError
 from shardwise.integrity.anomaly_policy import AnomalyPolicy, Rollback
 from shardwise.integrity.corruption_detector import CorruptionDetector
 from shardwise.layout import AUTO_SCHEDULES
+from shardwise.models.lora import AdaptedWeights
 from shardwise.optim import job_learning_rate, set_learning_rate
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
@@ -33,7 +34,7 @@ from shardwise.train.local_machine import local_cluster
 from shardwise.train.metrics_processor import MetricsProcessor, Progress, StopFlag, json_number
 from shardwise.train.run_folder import RunFolder, check_none_lost, check_state, defining_values
 from shardwise.train.validate import open_validation_sets, validate_sets
-from shardwise.train.warm_start import load_start, use_run_weights
+from shardwise.train.warm_start import load_start, run_weights
 
 # The phase of the step timer, by the phase that a rank reports in its heartbeat.
 PHASES = {"data": "data", "computing": "compute", "validating": "validation", "saving": "checkpoint"}
@@ -42,7 +43,8 @@ PHASES = {"data": "data", "computing": "compute", "validating": "validation", "s
 def make_engine(prepared: Prepared, device: torch.device) -> Engine:
     """Builds this rank's engine; rank 0 broadcasts a synthesized pipeline order, so that all ranks run the same."""
     job, layout = prepared.job, prepared.layout
-    use_run_weights(job, prepared.model)
+    if isinstance(adapted := prepared.model.initial, AdaptedWeights):  # adapters, maybe beside the weights of a run
+        adapted.base = run_weights(job) or adapted.base
     order: PipelineOrder | None = None
     if layout.pipeline > 1 and layout.schedule in AUTO_SCHEDULES:
         if dist.get_rank() == 0:
@@ -74,9 +76,8 @@ class TrainingLoop:
         self.overlaps_host = isinstance(self.step, CudaGraphStep)  # reads data and writes metrics during GPU work
         is_watched = not self.engine.has_tables and not self.overlaps_host
         flops = is_watched * 3 * self.prepared.forward_flops * self.job.samples / self.layout.world
-        self.corruption_detector = CorruptionDetector(
-            self.job, self.engine, self.optimizer, self.folder.path, flops, self._log_event
-        )
+        watched = self.engine, self.optimizer, self.folder.path, flops
+        self.corruption_detector = CorruptionDetector(self.job, *watched, self._log_event)
         task = self.job.family.task(self.job.model)
         self.callbacks = () if task is None else task.callbacks
         self.is_rank_zero = self.engine.mesh.rank == 0
@@ -109,9 +110,10 @@ class TrainingLoop:
             self.job, self.engine, self.optimizer, self.folder, self.progress, self.corruption_detector, self.stop,
             writes_later=self.overlaps_host,
         )  # fmt: skip
-        self.anomaly_policy = AnomalyPolicy(
-            self.job, self.engine, self._can_replay(), lambda: len(self._skipped_batches()), self._log_event
-        )
+        compiled = self.job.should_compile(self.device.type, self.layout)
+        can_replay = not (compiled or self.engine.has_tables or self.job.gradient.compress)  # without side effects
+        count_skipped = lambda: len(self._skipped_batches())  # noqa: E731
+        self.anomaly_policy = AnomalyPolicy(self.job, self.engine, can_replay, count_skipped, self._log_event)
 
     def _make_step_fn(self) -> Callable[[Samples], StepResult]:
         compiled = self.job.should_compile(self.device.type, self.layout)
@@ -305,11 +307,6 @@ class TrainingLoop:
             except RunError as error:
                 self._log_event("checkpoint_failed", f"{error} The run continues.", step=done)
         return 0 < self.job.validation.patience <= len(losses) - 1 - best and done < self.job.total_steps
-
-    def _can_replay(self) -> bool:
-        """Whether a step can be replayed without side effects: no tables, no error feedback, no compiled blocks."""
-        compiled = self.job.should_compile(self.device.type, self.layout)
-        return not (compiled or self.engine.has_tables or self.job.gradient.compress)
 
     def _roll_back(self, reason: Rollback) -> int:
         """Loads the last checkpoint. Returns the step to continue from."""

@@ -67,6 +67,9 @@ class StopFlag:
 
     signal_number: int = 0
 
+    def set(self, number: int, frame: object) -> None:
+        self.signal_number = number
+
 
 @dataclass
 class MetricsProcessor:

@@ -28,8 +28,19 @@ from shardwise.train.run_store import RunStore, fetch_run, local_folder
 
 DISK_FULL_TIMEOUT = 5.0  # seconds to wait for space on a full disk: a checkpoint that did not fit gets removed
 
-# What Hugging Face folders have beside a tokenizer, which a run keeps for whoever starts from it or exports it.
-TOKENIZER_FILES = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
+# A tokenizer in a Hugging Face folder and what belongs to it: a run keeps them, and they travel with exported weights.
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja",
+    "chat_template.json", "generation_config.json", "preprocessor_config.json",
+)  # fmt: skip
+
+
+def copy_tokenizer_files(source: Path, target: Path) -> None:
+    """Copies those of a folder that another one lacks, byte by byte."""
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file() and not (target / name).exists():
+            shutil.copyfile(source / name, target / name)
 
 
 class RunFolder:
@@ -101,10 +112,8 @@ class RunFolder:
                 tokenizer.save(self.tokenizer)
             record.tokenizer = tokenizer_fingerprint(str(self.tokenizer))
             given = Path(self.job().data.tokenizer).expanduser()
-            for name in TOKENIZER_FILES if given.exists() else ():
-                file = (given if given.is_dir() else given.parent) / name
-                if file.is_file() and not (self.path / name).exists():
-                    shutil.copyfile(file, self.path / name)
+            if given.exists():
+                copy_tokenizer_files(given if given.is_dir() else given.parent, self.path)
             if text := getattr(training, "tokenizer_config", ""):
                 path, config = self.path / "tokenizer_config.json", parse_json(text)
                 write_text(self.path / "chat_template.jinja", config.pop("chat_template"))

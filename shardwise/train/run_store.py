@@ -228,8 +228,7 @@ class RunStore:
         return complete
 
     def fetch_newest(self, say: Say, step: int | None = None) -> bool:
-        """Downloads the newest complete checkpoint, or that of `step`, unless the folder has it or a newer one. Returns
-        whether the folder has one then."""
+        """Downloads the newest complete checkpoint, or that of `step`, if it is new. Returns whether there is one."""
         local = [path.name for _, path in disk.valid_checkpoints(self.checkpoints)]
         for name, content in self.complete().items():
             if step is None and local and save_order(local[0]) >= save_order(name):

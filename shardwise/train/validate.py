@@ -99,16 +99,12 @@ def _batches(stream: SampleStream, job: Job, data: Axis) -> Iterator[tuple[Sampl
         count = min(job.validation.samples, held_out)
         for number in range(-(-count // job.samples)):
             indices = rank_positions(number, job.samples, data.size, data.index)
-            yield _mask_beyond(stream.read(np.minimum(indices, held_out - 1)), indices, count), 1.0
+            samples, beyond = stream.read(np.minimum(indices, held_out - 1)), torch.from_numpy(indices >= count)
+            targets = samples.targets.masked_fill(beyond[:, None], IGNORE_INDEX)  # of those that pad the last batch
+            yield Samples(samples.tokens, targets, samples.ids), 1.0
     elif held_out >= job.samples:
         for number in range(min(max(1, job.validation.samples // job.samples), held_out // job.samples)):
             yield stream.read(rank_positions(number, job.samples, data.size, data.index)), 1.0
     else:
         for index in range(data.index, held_out + data.index, data.size):
             yield stream.read(np.full(size, min(index, held_out - 1))), float(index < held_out) / size
-
-
-def _mask_beyond(samples: Samples, indices: np.ndarray, count: int) -> Samples:
-    """Ignores the targets of samples at or beyond `count`, which pad the last batch."""
-    beyond = torch.from_numpy(indices >= count)
-    return Samples(samples.tokens, samples.targets.masked_fill(beyond[:, None], IGNORE_INDEX), samples.ids)

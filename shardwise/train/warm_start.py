@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 
 from shardwise.errors import CheckpointError
 from shardwise.job import Job
-from shardwise.models.chain import Chain, InitialValues
+from shardwise.models.chain import InitialValues
 from shardwise.models.config import split_step
-from shardwise.models.lora import AdaptedWeights
 from shardwise.object_store import parse_url
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.prepare import Prepared
@@ -76,12 +75,6 @@ class StoredWeight:
         return out
 
 
-def use_run_weights(job: Job, model: Chain) -> None:
-    """If the model trains adapters beside the weights of a run, these are its initial values."""
-    if isinstance(model.initial, AdaptedWeights):
-        model.initial.base = run_weights(job) or model.initial.base
-
-
 def run_weights(job: Job) -> RunWeights | None:
     """Returns the weights of the run that a job starts from, if it starts from a run."""
     start = _parse(job)
@@ -130,7 +123,6 @@ def _grown_rows(job: Job, path: Path, index: Index, shapes: dict[str, torch.Size
     return grown
 
 
-@torch.no_grad()
 def load_start(job: Job, engine: Engine, optimizer: Optimizer, group: CheckpointGroup) -> None:
     """Loads the weights that the job starts from into this rank's shards, if it starts from a run."""
     start = _parse(job)

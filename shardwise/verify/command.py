@@ -155,5 +155,5 @@ def _fingerprint(prepared: Prepared, job: Job, layout: Layout) -> str:
             files.add(inspect.getfile(code))
     sources = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in sorted(files) if os.path.isfile(file)]
     versions = (shardwise.__version__, torch.__version__)
-    parts = (sources, repr(prepared.sharding_plan), str(layout), job.model.model_dump_json(), versions)
+    parts = (sources, repr(prepared.model.sharding_plan), str(layout), job.model.model_dump_json(), versions)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]

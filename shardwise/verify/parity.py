@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.cluster import CLUSTERS
-from shardwise.comm.objects import all_gather_json
+from shardwise.comm.collectives import all_gather_json
 from shardwise.comm.world import run_world
 from shardwise.data.make_sources import synthetic_source
 from shardwise.data.sample_stream import Samples, SampleStream, Subset, job_stream, rank_positions

@@ -248,7 +248,7 @@ class NodeCoordinator(WorkerPool):
         self.nodes.remove(node)
         assert isinstance(node.channel, NodeChannel)
         node.channel.close()
-        for worker_group in self.worker_groups():
+        for worker_group in self._worker_groups.values():
             for rank in worker_group.ranks_by_node.get(node.index, []):
                 worker_group.lost_ranks[rank] = f"is unreachable (node {node.index} at {node.host} {why})"
                 worker_group.exit_codes.setdefault(rank, -signal.SIGKILL)
@@ -301,8 +301,7 @@ class NodeAgent:
     preparing: Future[Path] | None = None
 
     def run(self) -> bool:
-        """Serves until the coordinator shuts down; returns whether the run has taken all its steps. Raises RunError if
-        it cannot be reached."""
+        """Serves until the coordinator shuts down; returns whether the run finished. Raises RunError if it is lost."""
         previous = signal.signal(signal.SIGTERM, self._handle_stop)
         try:
             while True:
