@@ -18,9 +18,10 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal --all
 
-# Slurm's and Ray's own daemons, sshd, and network namespaces; what is not installed is skipped with a sentence.
+# Slurm's and Ray's own daemons, sshd, network namespaces, object stores; what is not installed is skipped with a sentence.
 test-clusters: $(STAMP)
-	$(BIN)/python -m pytest tests/test_slurm.py tests/test_ray.py tests/test_submit.py tests/test_nodes.py
+	$(BIN)/python -m pytest tests/test_slurm.py tests/test_ray.py tests/test_submit.py tests/test_nodes.py \
+		tests/test_run_store.py tests/test_preflight.py
 
 # Where nothing can be installed but all packages are there: make test-gpu STAMP= BIN=/usr/bin
 test-gpu: $(STAMP)

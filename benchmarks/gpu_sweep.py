@@ -30,7 +30,7 @@ import torch
 from shardwise.bench import train_step
 from shardwise.job import make_job
 
-STEPS, AT_ONCE, TIMEOUT = 10, 6, 280
+STEPS, AT_ONCE, TIMEOUT = 10, 3, 280
 
 
 def decoder(batch: int, sequence: int, width: int, heads: int, layers: int, vocab: int, **more: Any) -> dict[str, Any]:

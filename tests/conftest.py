@@ -70,14 +70,10 @@ THINNED = {
 # These run one case of each kind, which is the first word of the case's id: each planted bug once, in one layout.
 ONE_OF_EACH = ("test_caught", "test_the_culprit_is_named")
 
-# Real schedulers and networks: seconds of waiting for daemons each. `make test-clusters` runs them one after the other;
-# so does naming their file.
+# Real schedulers, networks, nodes and stores: seconds of waiting each. `make test-clusters` runs these files, one test
+# after the other; so does naming a file.
 ON_CLUSTERS = (
-    "test_a_run_on_two_nodes_is_requeued_and_ends_as_if_it_had_not_been",
-    "test_a_task_of_srun_is_a_rank_and_a_job_array_sweeps",
-    "test_a_run_on_two_nodes_loses_one_and_ends_as_if_it_had_not",
-    "test_a_run_by_ssh_is_stopped_and_continued", "test_the_examples_for_skypilot_and_torchrun_train",
-    "test_pods_of_an_indexed_job_are_drained_lost_and_replaced",
+    "test_slurm.py", "test_ray.py", "test_submit.py", "test_nodes.py", "test_run_store.py", "test_preflight.py"
 )  # fmt: skip
 
 
@@ -93,7 +89,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     files = {Path(argument.partition("::")[0]).name for argument in config.args}
     for item in items:
         name = getattr(item, "originalname", item.name)
-        if name in ON_CLUSTERS and item.path.name not in files:
+        if item.path.name in ON_CLUSTERS and item.path.name not in files:
             left.append(item)
             continue
         is_each = name in ONE_OF_EACH

@@ -56,17 +56,30 @@ def test_a_run_on_two_nodes_is_requeued_and_ends_as_if_it_had_not_been(cluster: 
     number = told.partition("submitted:  Slurm job ")[2].partition(";")[0]
     log = tmp_path / f"first-{number}.log"
     assert f"log:        {log.name}\n" in told
-    disturbances = (["scancel", "--signal=TERM"], ["scontrol", "requeue"])  # as before the time limit; by the operator
-    for restarts, disturb in enumerate(disturbances, start=1):
+    node = slurm_cluster.run(cluster, "sinfo", "-h", "-N", "-o", "%N").split()[-1]
+    disturbances = (
+        [["scancel", "--signal=TERM", number]],  # as before the time limit
+        [["scontrol", "requeue", number]],
+        [["scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost"],
+         ["scontrol", "update", f"NodeName={node}", "State=RESUME"]],
+    )  # fmt: skip
+    for restarts, (disturb, *repair) in enumerate(disturbances, start=1):
         steps = len(curve(run))
         wait(cluster, lambda: len(curve(run)) >= steps + 5, log)
-        slurm_cluster.run(cluster, *disturb, number)
+        slurm_cluster.run(cluster, *disturb)
+        if repair:
+            wait(
+                cluster,
+                lambda: "JobState=PENDING" in slurm_cluster.run(cluster, "scontrol", "show", "job", number),
+                log,
+            )
+            slurm_cluster.run(cluster, *repair[0])
         wait(cluster, lambda: is_restarted(cluster, number, restarts), log)
     wait(cluster, lambda: slurm_cluster.run(cluster, "squeue", "-h", "-j", number) == "", log)
     shardwise(cluster, tmp_path, "train", "plain.toml")
     assert "JobState=COMPLETED" in slurm_cluster.run(cluster, "scontrol", "show", "job", number), log.read_text()
     assert curve(run) == curve(plain) and len(curve(run)) == STEPS
-    assert [event["event"] for event in run.events()].count("resumed") == 2
+    assert [event["event"] for event in run.events()].count("resumed") == 3
 
 
 def test_a_task_of_srun_is_a_rank_and_a_job_array_sweeps(cluster: dict[str, str], tmp_path: Path) -> None:
