@@ -117,7 +117,8 @@ class RunFolder:
             if text := getattr(training, "tokenizer_config", ""):
                 path, config = self.path / "tokenizer_config.json", parse_json(text)
                 write_text(self.path / "chat_template.jinja", config.pop("chat_template"))
-                write_text(path, json.dumps(config | (json.loads(path.read_bytes()) if path.exists() else {}), indent=2))
+                given_config = json.loads(path.read_bytes()) if path.exists() else {}
+                write_text(path, json.dumps(config | given_config, indent=2))
         record.samples = (len(training), len(held_out))
         record.save(self.path / "data.json")
 
