@@ -12,6 +12,7 @@ from shardwise import quick_import
 from shardwise.cli_options import JsonFlag, Overrides
 from shardwise.console import print_line
 from shardwise.errors import JobError
+from shardwise.files import write_text
 from shardwise.job import load_job
 
 
@@ -100,7 +101,8 @@ def sweep(
     if len(ran) > 1:
         from shardwise.watch import compare, report_page
 
-        report_page.write_page(compare.compare([trial.folder for trial in ran]), "Runs compared", out / "sweep.html")
+        comparison = compare.compare([trial.folder for trial in ran])
+        write_text(out / "sweep.html", report_page.render_page(comparison, "Runs compared"))
         print_line(f"compared:   {out / 'sweep.html'}")
     if not ran or ran[0].problem:
         raise Exit(1)
