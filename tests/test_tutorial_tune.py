@@ -38,7 +38,7 @@ def test_from_a_base_folder_to_a_served_answer(tmp_path: Path) -> None:
             for line in block.splitlines():
                 if not line.startswith("$ "):
                     continue
-                program, *words = shlex.split(line[2:])
+                program, *words = shlex.split(line[2:].replace("$'", "'").replace("\\n", "\n"))
                 if program == "curl":
                     answer = ask(words[1], words[2])
                     continue
@@ -54,5 +54,5 @@ def test_from_a_base_folder_to_a_served_answer(tmp_path: Path) -> None:
     finally:
         for server in servers:
             server.kill()
-    assert ran == ["train", "export", "data", "verify", "train", "sample", "eval", "merge", "drift"]
+    assert ran == ["train", "export", "data", "verify", "train", "sample", "eval", "export", "drift"]
     assert json.loads(answer) == {"role": "assistant", "content": "The dog says woof."}

@@ -22,7 +22,8 @@ from typing import Any
 import numpy as np
 from scipy import special
 
-from shardwise.data.input_files import DataRecord
+from shardwise.data.chat import read_conversations
+from shardwise.data.input_files import BadRecords, DataRecord
 from shardwise.data.make_sources import make_sources
 from shardwise.data.sample_stream import job_stream
 from shardwise.data.text import find_files, read_chunks
@@ -46,6 +47,11 @@ Columns = dict[str, dict[str, Any]]
 def text_passages(job: Job, path: str = "") -> Iterator[str]:
     """Yields the documents of the job's data, or of a file; those of text files in passages."""
     data = job.data
+    if data.source == "chat":
+        files = DataRecord().take(find_files("jsonl", path or data.path))
+        join = lambda messages, _: "\n".join(str(message["content"]) for message in messages)  # noqa: E731
+        yield from (text for _, text in read_conversations(files, BadRecords(skip=True), join))
+        return
     for name in [path] if path else list(data.mix) or [data.path]:
         source = data.source
         if path or data.mix:
@@ -122,7 +128,7 @@ def _histogram(values: Any, edges: list[float]) -> dict[str, Any]:
 
 def profile_data(job: Job, tokenizer: Tokenizer | None, path: str = "", like: Columns | None = None) -> Columns:
     """Returns the columns of the job's data, or of a file of the same kind, in the bins of `like` if given."""
-    is_text = job.model.sample_kind == "tokens" and job.data.source in ("stdlib", "text", "jsonl", "mix")
+    is_text = job.model.sample_kind == "tokens" and job.data.source in ("stdlib", "text", "jsonl", "chat", "mix")
     if is_text and tokenizer is not None:
         return profile_text(thin(text_passages(job, path)), tokenizer, like)
     return profile_samples(job, path, like)

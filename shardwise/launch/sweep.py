@@ -7,6 +7,7 @@ their losses at a step can be compared.
 """
 
 import math
+import signal
 import subprocess
 import sys
 import time
@@ -116,7 +117,7 @@ def _train(job_file: Path, overrides: list[str], trials: list[Trial], until: int
                     process.wait()
                 if (status := process.poll()) is not None:
                     del running[pid]
-                    if status not in (0, EXIT_UNFINISHED):
+                    if status not in (0, EXIT_UNFINISHED, -signal.SIGTERM):  # the last: it was at its end
                         lines = trial.log.read_text(errors="replace").split("\n")
                         trial.problem = next((line for line in reversed(lines) if line.strip()), f"exit code {status}")
     finally:
