@@ -19,7 +19,7 @@ class Answer(BaseHTTPRequestHandler):
         answer = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(json.dumps({"role": "assistant", "content": answer}).encode())
+        self.wfile.write(json.dumps({"role": "assistant", "content": answer.strip()}).encode())
 
 
 HTTPServer(("127.0.0.1", 8000), Answer).serve_forever()
