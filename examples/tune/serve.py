@@ -15,7 +15,7 @@ class Answer(BaseHTTPRequestHandler):
         prompt = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-        output = model.generate(**prompt, max_new_tokens=20, do_sample=False)
+        output = model.generate(**prompt, max_new_tokens=20, do_sample=False, eos_token_id=tokenizer.eos_token_id)
         answer = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
         self.send_response(200)
         self.end_headers()
