@@ -21,7 +21,7 @@ test-all: $(STAMP)
 # Slurm's and Ray's own daemons, sshd, network namespaces, object stores; what is not installed is skipped with a sentence.
 test-clusters: $(STAMP)
 	$(BIN)/python -m pytest tests/test_slurm.py tests/test_ray.py tests/test_submit.py tests/test_nodes.py \
-		tests/test_run_store.py tests/test_preflight.py
+		tests/test_run_store.py tests/test_preflight.py tests/test_tutorial_tune.py
 
 # Where nothing can be installed but all packages are there: make test-gpu STAMP= BIN=/usr/bin
 test-gpu: $(STAMP)

@@ -28,7 +28,7 @@ from shardwise.comm.world import run_world
 from shardwise.data.sample_stream import SampleStream, SyntheticTokens, rank_positions
 from shardwise.integrity.corruption_detector import CorruptionDetector
 from shardwise.job import Job, make_job
-from shardwise.launch.launch import launch
+from shardwise.launch.start import launch
 from shardwise.layout import Layout
 from shardwise.optim import make_optimizer
 from shardwise.parallel.parallelize import parallelize

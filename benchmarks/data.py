@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from shardwise.data.cifar10 import MEAN, STD, TEST_FILE, TRAIN_FILES, open_cifar10
-from shardwise.data.images import ImageAugmentation
+from shardwise.data.images import MEAN, STD, TEST_FILE, TRAIN_FILES, ImageAugmentation, open_cifar10
 from shardwise.data.input_files import BadRecords
 from shardwise.data.loader import Loader
 from shardwise.data.sample_stream import SampleStream
@@ -97,7 +97,7 @@ def compare(kind: str, folder: Path, workers: int, turns: int, batches: int) -> 
         plain = PlainImages(folder)
     baseline = endless(DataLoader(plain, size, shuffle=True, num_workers=workers, drop_last=True))
     rates: dict[str, list[float]] = {"shardwise": [], "pytorch": []}
-    with Loader(stream, size, workers=workers) as loader:
+    with closing(Loader(stream, size, workers=workers)) as loader:
         pairs: list[tuple[str, Callable[[], Any]]] = [("shardwise", loader.__next__), ("pytorch", baseline.__next__)]
         for turn in range(turns + 1):
             for name, next_batch in pairs if turn % 2 else reversed(pairs):

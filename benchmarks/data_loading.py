@@ -21,6 +21,7 @@ import statistics
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,7 @@ def _make_loader(job: Job, stream: SampleStream, device: torch.device) -> Loader
 
 def _measure_loader(job: Job, stream: SampleStream, device: torch.device, steps: int) -> float:
     """Returns the samples per second of the loader alone."""
-    with _make_loader(job, stream, device) as loader:
+    with closing(_make_loader(job, stream, device)) as loader:
         for _ in range(WARMUP_STEPS + job.data.prefetch):
             next(loader)
         begin = time.perf_counter()
@@ -137,7 +138,7 @@ def _measure_steps(job: Job, stream: SampleStream, device: torch.device, steps: 
     engine = parallelize(prepare(job, Layout()), device)
     optimizer = engine.make_optimizer(job)
     times, waits = [], []
-    with _make_loader(job, stream, device) as loader:
+    with closing(_make_loader(job, stream, device)) as loader:
         for _ in range(WARMUP_STEPS + steps):
             begin, before = time.perf_counter(), loader.wait_seconds
             outcome = step(engine, optimizer, next(loader)[1].to(device), job.optimizer.clip)

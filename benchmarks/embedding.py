@@ -32,7 +32,7 @@ from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import prepare
-from shardwise.parallel.tables import table_storage
+from shardwise.parallel.tables import sharded_tables
 from shardwise.parallel.tables.sharded_tables import Bags, ShardedTables, sum_bags
 from shardwise.parallel.tables.table_engine import TableEngine
 from shardwise.step import step
@@ -78,13 +78,13 @@ def distinct_rows(job: Job, ranks: int) -> float:
 
 def bench_sharded(job: Job, layout: Layout) -> dict[str, Any]:
     sent = [0]
-    all_to_all = table_storage.all_to_all
+    all_to_all = sharded_tables.all_to_all
 
     def counting(out: Tensor, tensor: Tensor, received: Any, sizes: list[int], axis: Any) -> None:
         sent[0] += tensor.element_size() * (sum(sizes) - sizes[dist.get_rank()])
         all_to_all(out, tensor, received, sizes, axis=axis)
 
-    table_storage.all_to_all = counting
+    sharded_tables.all_to_all = counting
     ShardedTables.init_weights = lambda self, seed, std: [rows.fill_(START) for rows in self.storage]  # type: ignore[method-assign,assignment,return-value]
     engine = parallelize(prepare(job, layout), torch.device("cpu"))
     assert isinstance(engine, TableEngine)

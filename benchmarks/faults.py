@@ -42,7 +42,7 @@ from shardwise.chaos.faulty_worker import Fault, inject_faults, samples_used, tr
 from shardwise.chaos.run import BIT_FLIP_KINDS, FAILURE_EVENTS, FAULTY_WORKER
 from shardwise.job import Job, make_job
 from shardwise.launch import start as starting
-from shardwise.launch.launch import launch
+from shardwise.launch.start import launch
 from shardwise.layout import Layout
 from shardwise.train.loop import TrainingLoop
 from shardwise.train.run_folder import RunFolder

@@ -15,9 +15,9 @@ from shardwise.layout import Layout
 from shardwise.planner.costs.block_time import BlockTimeModel, KernelProfile, ModuleTime, ParallelDegrees
 from shardwise.planner.costs.cached import cached_by
 from shardwise.planner.costs.machine import Efficiency, Machine, efficiency_of
-from shardwise.planner.costs.memory_model import FrameworkProfile, MemoryInputs, make_memory_inputs
+from shardwise.planner.costs.memory_model import FrameworkProfile, MemoryInputs
 from shardwise.planner.costs.model_shape import ModelShape
-from shardwise.planner.estimate import Estimator, Workload, memory_inputs_key
+from shardwise.planner.estimate import Estimator, memory_inputs_key
 from shardwise.schedules.closed_form import lower_bound
 
 CONSTANTS = tomllib.loads((Path(__file__).parent / "frameworks.toml").read_text(encoding="utf-8"))["common"]
@@ -165,7 +165,7 @@ class FrameworkEstimator(Estimator):
                  samples: int, efficiency: FrameworkEfficiency):  # fmt: skip
         if memory.accumulates_eagerly:
             memory = replace(memory, cast_bytes=efficiency.grad_accumulation_bytes)
-        super().__init__(machine, Workload(shape, kernels, samples, memory))
+        super().__init__(machine, shape, kernels, samples, memory)
         self.kernels, self.profile = kernels, memory
         self.time_model = FrameworkTimeModel(machine, shape, kernels, efficiency)
         self.gathers_per_block = 1 if kernels.overlap_comm else 8  # older FSDP gathers each weight separately
@@ -191,18 +191,14 @@ class FrameworkEstimator(Estimator):
 
     @cached_by(memory_inputs_key)
     def memory_inputs(self, layout: Layout) -> MemoryInputs:
-        itemsize, expert_tensor = self.kernels.itemsize, self.parallel_degrees(layout).expert_tensor
-        inputs = make_memory_inputs(
-            self.work.shape, itemsize, self.profile, layout, expert_tensor, self.activation_bytes
-        )
+        inputs = super().memory_inputs(layout)
         if layout.recompute == "selective" and not self.profile.selective_keeps_matmuls:
             inputs = replace(inputs, recomputed_per_block=0.0)
         return replace(inputs, recv_buffer_bytes=0.0)
 
-    def activation_bytes(
-        self, shape: ModelShape, itemsize: int, layout: Layout, sparse: bool
-    ) -> tuple[float, float, float]:
+    def activation_bytes(self, layout: Layout, sparse: bool) -> tuple[float, float, float]:
         """Returns the bytes a block saves for one micro-batch's backward: with no, selective and full recomputation."""
+        shape, itemsize = self.shape, self.kernels.itemsize
         t, tokens = layout.tensor, layout.micro_batch * shape.sequence / layout.context
         hidden_numel = tokens * shape.width / (t if self.kernels.sequence_parallel else 1)
         matmul_inputs = tokens * shape.width if self.profile.keeps_gathered_inputs else hidden_numel

@@ -17,7 +17,7 @@ from functools import partial
 
 import numpy as np
 
-from shardwise.laws.fit import CONSTANTS, ScalingLaw, fit_scaling_law
+from shardwise.laws.fit import CONSTANTS, ScalingLaw, fit_as_dict, fit_scaling_law
 from shardwise.laws.runs import Runs
 
 TRUE_LAW = ScalingLaw(1.8, 480.0, 2000.0, 0.35, 0.366)
@@ -45,7 +45,8 @@ def simulate_runs(kind: str, budgets: int, sizes: int, noise: float, trial: int)
 
 def covers(design: tuple[str, int, int, float], draws: int, trial: int) -> list[bool]:
     """Returns, for each constant, whether its interval contains the true value."""
-    constants = fit_scaling_law(simulate_runs(*design, trial), bootstrap_samples=draws, seed=trial).constants()
+    fit = fit_scaling_law(simulate_runs(*design, trial), bootstrap_samples=draws, seed=trial)
+    constants = fit_as_dict(fit)
     return [constants[name]["low"] <= getattr(TRUE_LAW, name) <= constants[name]["high"] for name in CONSTANTS]
 
 

@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 from scipy.optimize import nnls
 
-from shardwise.bench.comm import ping_pong
 from shardwise.cluster import CLUSTERS, LinkSpec, read_cluster, write_cluster
+from shardwise.comm.collectives import ping_pong
 from shardwise.comm.world import run_world
 from shardwise.console import pluralize
 from shardwise.errors import JobError

@@ -80,9 +80,7 @@ def spearman(a: list[float], b: list[float]) -> float:
 def predict(cluster: Cluster, layouts: list[str]) -> list[float]:
     job = the_job()
     estimator = make_estimator(job, cluster)
-    return [
-        estimator.predict(resolve_layout(job, estimator.work.shape, Layout.parse(text))).seconds for text in layouts
-    ]
+    return [estimator.predict(resolve_layout(job, estimator.shape, Layout.parse(text))).seconds for text in layouts]
 
 
 def main() -> None:

@@ -39,7 +39,7 @@ def compare(name: str, cluster: Cluster) -> dict[str, object]:
     model, samples, text = JOBS[name]
     job = make_job({"precision": "bf16", "model": model, "batch": {"samples": samples}})
     estimator = make_estimator(job, cluster)
-    layout = resolve_layout(job, estimator.work.shape, Layout.parse(text))
+    layout = resolve_layout(job, estimator.shape, Layout.parse(text))
     predicted = estimator.predict(layout)
     memory = predicted.memory[0]
     report = bench_step(job.model_copy(update={"layout": str(layout)}), torch.device("cuda"))

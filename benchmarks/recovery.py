@@ -30,7 +30,7 @@ from shardwise.chaos import faulty_worker
 from shardwise.chaos.faulty_worker import Fault, inject_faults, trigger_times
 from shardwise.job import Job, make_job
 from shardwise.launch import worker
-from shardwise.launch.launch import launch
+from shardwise.launch.start import launch
 from shardwise.layout import Layout
 from shardwise.train import checkpoint
 from shardwise.train.loop import TrainingLoop
@@ -49,7 +49,7 @@ def job_of(folder: Path, steps: int, model: dict[str, int] = MODEL, **changes: A
     return make_job(settings | {"run": run})
 
 
-def timed_worker(arguments: list[str]) -> None:
+def timed_worker(arguments: list[str], **options: Any) -> None:
     """A worker that also records when it enters each phase."""
     times = Path(arguments[0]) / f"times-{os.getpid()}"
     train = TrainingLoop.run
@@ -70,7 +70,7 @@ def timed_worker(arguments: list[str]) -> None:
         train(trainer)
 
     TrainingLoop.run = run  # type: ignore[method-assign]
-    faulty_worker.main(arguments)
+    faulty_worker.main(arguments, **options)
 
 
 def _append_time(path: Path, phase: str) -> None:
@@ -143,7 +143,7 @@ def _cold_start_seconds(folder: RunFolder, layout: str) -> float:
 STATE = {"layers": 3, "width": 640, "heads": 8, "vocab": 1024, "sequence": 8}
 
 
-def timed_saver(arguments: list[str]) -> None:
+def timed_saver(arguments: list[str], **options: Any) -> None:
     """A worker that records how long saves block training; with PLAIN set, it saves with torch.save."""
     stalls = Path(arguments[0]) / f"stalls-{os.environ['RANK']}"
     if os.environ.get("PLAIN"):
@@ -164,7 +164,7 @@ def timed_saver(arguments: list[str]) -> None:
 
     timed("save")
     timed("snapshot")
-    worker.main(arguments)
+    worker.main(arguments, **options)
 
 
 def plain_save(self: Any, step: int, engine: Any, optimizer: Any, state: Any) -> None:

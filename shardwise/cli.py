@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Argument, Option
 
-from shardwise import __version__, cli_cluster, quick_import
+from shardwise import __version__, cli_cluster, cli_models, quick_import
 from shardwise.cli_laws import laws
 from shardwise.cli_options import JobFile, JsonFlag, LayoutOption, Overrides
 from shardwise.console import print_line
@@ -50,16 +50,10 @@ def train(
     overrides: Overrides = None,
     layout: LayoutOption = None,
     cluster: Annotated[str | None, Option(help="Cluster preset or file; short for --set run.cluster=...")] = None,
-    processes: Annotated[
-        int | None, Option(min=1, help="Plan for N processes; short for --set run.processes=N --set layout=auto.")
-    ] = None,
+    processes: Annotated[int | None, Option(min=1, help="Plan the layout for N processes of this machine.")] = None,
     resume: Annotated[Path | None, Option(help="Resume the run in this folder, in any layout.")] = None,
-    continue_run: Annotated[
-        bool, Option("--continue", help="Resume the run in run.folder if there is one; exit with 75 if it is stopped.")
-    ] = False,
-    node: Annotated[
-        str | None, Option(metavar="K/N", help="This is node K (from 0) of N; auto asks the scheduler.")
-    ] = None,
+    continue_run: Annotated[bool, Option("--continue", help="Resume run.folder if it exists.")] = False,
+    node: Annotated[str | None, Option(metavar="K/N", help="Node K (from 0) of N; auto asks the scheduler.")] = None,
     address: Annotated[str | None, Option(metavar="HOST:PORT", help="Multi-node: address of node 0.")] = None,
     proof: Annotated[bool, Option(help="First verify the layout of a model not built in; --no-proof skips it.")] = True,
     accept_data_change: Annotated[bool, Option("--accept-data-change", help="Resume with changed data.")] = False,
@@ -93,20 +87,6 @@ def train(
 
 
 @app.command()
-def run(
-    script: Annotated[Path, typer.Argument(help="A Python script that uses shardwise.Trainer.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="Arguments of the script, after --.")] = None,
-    processes: Annotated[int | None, Option(min=1, help="Number of processes, for layout auto.")] = None,
-) -> None:
-    """Runs a training script, as `python SCRIPT` does; --processes sets the world size for layout auto."""
-    if not script.is_file():
-        raise JobError(f"the script {script} does not exist.")
-    if processes is not None:
-        os.environ["SHARDWISE_PROCESSES"] = str(processes)
-    os.execv(sys.executable, [sys.executable, str(script), *(arguments or [])])
-
-
-@app.command()
 def inspect(job_file: JobFile = None, overrides: Overrides = None, as_json: JsonFlag = False) -> None:
     """Shows a model's blocks, parameters and tied weights, and which axes of a layout it supports."""
     inspect_job = quick_import("shardwise.verify.command").inspect_job
@@ -115,28 +95,19 @@ def inspect(job_file: JobFile = None, overrides: Overrides = None, as_json: Json
     if as_json:
         print_line(json.dumps(found))
         return
-    for name, value in found.items():
-        if name != "axes":
-            print_line(f"{name + ':':<12} {value}")
-    for axis, verdict in found["axes"].items():
-        print_line(f"{axis + ':':<12} {verdict}")
+    axes = found.pop("axes")
+    for name, value in (found | axes).items():
+        print_line(f"{name + ':':<12} {value}")
 
 
 @app.command()
 def verify(
     job_file: JobFile = None,
     overrides: Overrides = None,
-    layout: Annotated[
-        list[str] | None, Option(help="Layout to verify; repeatable. Default: the job's, or a set of layouts for auto.")
-    ] = None,
+    layout: Annotated[list[str] | None, Option(help="Layout; repeatable. Default: the job's, for auto a set.")] = None,
     shrink: Annotated[bool, Option(help="Shrink the model first, to verify large models quickly.")] = False,
     steps: Annotated[int, Option(min=3, help="Number of optimizer steps to compare.")] = 3,
-    against: Annotated[
-        str | None,
-        Option(
-            help="Compare one process with another implementation instead: hf, transformers' module with our weights."
-        ),
-    ] = None,
+    against: Annotated[str | None, Option(help="Compare one process with another implementation: hf.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Verifies that a layout computes the same losses, gradients and weights as a single process."""
@@ -164,9 +135,8 @@ def verify(
     if not as_json:
         console.print(table)
     failed = [record for record in records if not record.ok]
-    for record in failed:
-        if not as_json:
-            print_line(record.describe())
+    for record in failed if not as_json else ():
+        print_line(record.describe())
     if failed:
         raise typer.Exit(1)
 
@@ -185,9 +155,7 @@ def _verify_against(job: Any, against: str, shrink: bool, as_json: bool) -> None
 def plan(
     job_file: JobFile = None,
     overrides: Overrides = None,
-    cluster: Annotated[
-        str, Option(help="Cluster preset (a100-80g, h100, ...) or a file from `shardwise calibrate`.")
-    ] = "cpu",
+    cluster: Annotated[str, Option(help="Preset (a100-80g, h100, ...) or file of `shardwise calibrate`.")] = "cpu",
     devices: Annotated[int | None, Option(min=1, help="Devices; default: one node, rack or pod (cpu: 1024).")] = None,
     layout: Annotated[str | None, Option(help="Estimate this layout instead of searching.")] = None,
     as_json: JsonFlag = False,
@@ -208,9 +176,7 @@ def dryrun(
     job_file: JobFile = None,
     overrides: Overrides = None,
     layout: Annotated[str | None, Option(help="Layout to run; default: the job's layout.")] = None,
-    rank: Annotated[
-        list[int] | None, Option(min=0, help="Rank; repeatable. Default: of the first, second, middle, last stage.")
-    ] = None,
+    rank: Annotated[list[int] | None, Option(min=0, help="Rank; repeatable. Default: of four stages.")] = None,
     every_stage: Annotated[bool, Option("--every-stage", help="Simulate one rank per pipeline position.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -236,10 +202,7 @@ def calibrate(
     print_line(calibrate_to_file(out, processes, device))
 
 
-bench = typer.Typer(
-    no_args_is_help=True, rich_markup_mode="markdown",
-    help="Benchmarks of this machine.",
-)  # fmt: skip
+bench = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", help="Benchmarks of this machine.")
 app.add_typer(bench, name="bench")
 
 
@@ -284,8 +247,9 @@ def doctor(
         print_line(line)
 
 
-for _command in (*cli_cluster.COMMANDS, *watch.COMMANDS):
-    app.command()(_command)
+_commands: dict[str, Any] = {function.__name__: function for function in (*cli_cluster.COMMANDS, *watch.COMMANDS)}
+for _name, _function in {**_commands, **cli_models.COMMANDS}.items():
+    app.command(_name)(_function)
 
 
 @app.command()
@@ -304,52 +268,6 @@ def chaos(
 
 
 @app.command()
-def sample(
-    run: Annotated[Path, Argument(help="Run folder with a checkpoint.")],
-    prompt: Annotated[str, Option(help="Text to continue.")] = "",
-    tokens: Annotated[int, Option(min=1, help="Number of tokens to generate.")] = 256,
-    temperature: Annotated[float, Option(min=0.0, help="Sampling temperature; 0 is greedy decoding.")] = 0.8,
-    seed: Annotated[int, Option(min=0, help="Sampling seed.")] = 0,
-) -> None:
-    """Generates text with the model of a run, on one device."""
-    sample_run = quick_import("shardwise.train.generate").sample_run
-
-    print_line(sample_run(run, prompt, tokens, temperature, seed))
-
-
-@app.command()
-def export(
-    run: Annotated[Path, Argument(help="Run folder with a checkpoint.")],
-    out: Annotated[Path, Argument(help="Folder to write; it must not exist.")],
-    step: Annotated[int | None, Option(min=0, help="Checkpoint to export; default: the newest.")] = None,
-    dtype: Annotated[str, Option(help="float32, bf16, fp16 or float64; auto: as the run's first weights.")] = "auto",
-    max_shard_size: Annotated[float, Option(min=0.001, help="Size of the largest weight file, in GB.")] = 5.0,
-    check: Annotated[bool, Option("--check", help="Load it with transformers and compare every logit.")] = False,
-) -> None:
-    """Writes the weights of a run as a folder that transformers loads, with config and tokenizer."""
-    export_run = quick_import("shardwise.train.export").export_run
-
-    for sentence in export_run(run, out, step, dtype, int(max_shard_size * 1e9), check):
-        print_line(sentence)
-
-
-@app.command()
-def merge(
-    run: Annotated[Path, Argument(help="Run folder with a checkpoint of adapters (model.lora).")],
-    out: Annotated[Path, Argument(help="Folder to write; it must not exist.")],
-    step: Annotated[int | None, Option(min=0, help="Checkpoint to merge; default: the newest.")] = None,
-    dtype: Annotated[str, Option(help="float32, bf16, fp16 or float64; auto: as the run's first weights.")] = "auto",
-    max_shard_size: Annotated[float, Option(min=0.001, help="Size of the largest weight file, in GB.")] = 5.0,
-    check: Annotated[bool, Option("--check", help="Load it with transformers and compare every logit.")] = False,
-) -> None:
-    """Adds the adapters of a run to the weights that it started from, and writes a folder that transformers loads."""
-    export_run = quick_import("shardwise.train.export").export_run
-
-    for sentence in export_run(run, out, step, dtype, int(max_shard_size * 1e9), check, merge=True):
-        print_line(sentence)
-
-
-@app.command()
 def data(
     out: Annotated[Path, Argument(metavar="OUT|preview", help="Token file to write (.bin), or the word preview.")],
     preview_file: Annotated[Path | None, Argument(metavar="[JOB_FILE]", help="Job file, with preview.")] = None,
@@ -360,10 +278,10 @@ def data(
     """Tokenizes a data source into a memory-mapped token file, for `data.source = "tokens"`.
 
     `data preview` shows samples as a model gets them. What counts towards the loss is green, or in [[ ]] when piped."""
-    from shardwise.data.text import write_token_file
+    from shardwise.data.text import encode_source
 
     if str(out) != "preview":
-        print_line(write_token_file(job_file, overrides or [], out))
+        print_line(encode_source(load_job(job_file, overrides or []).data, out))
         return
     job = load_job(preview_file or job_file, overrides or [])
     for line in quick_import("shardwise.data.preview").preview_job(job, count, sys.stdout.isatty()):

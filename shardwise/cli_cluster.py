@@ -12,6 +12,7 @@ from shardwise import quick_import
 from shardwise.cli_options import JsonFlag, Overrides
 from shardwise.console import print_line
 from shardwise.errors import JobError
+from shardwise.files import write_text
 from shardwise.job import load_job
 
 
@@ -83,9 +84,34 @@ def submit(
         submission.submit(print_line)
 
 
+def sweep(
+    job_file: Annotated[Path, Argument(help="Job file (TOML).")],
+    over: Annotated[list[str], Option(metavar="KEY=V,V", help="Values of a job key; repeatable: all combinations.")],
+    overrides: Overrides = None,
+    out: Annotated[Path | None, Option(help="Folder of the runs; default: runs/sweep-JOB.")] = None,
+    parallel: Annotated[int, Option(min=1, help="Number of runs side by side.")] = 1,
+    halve: Annotated[bool, Option(help="Stop the worse half early, repeatedly; --no-halve trains all.")] = True,
+) -> None:
+    """Trains a job for each combination of values, and compares the runs on one page. The same command continues it."""
+    run_sweep = quick_import("shardwise.launch.sweep").run_sweep
+
+    out = out or Path("runs", f"sweep-{job_file.stem}")
+    trials = run_sweep(job_file, overrides or [], over, out, parallel, halve, print_line)
+    ran = [trial for trial in trials if trial.step]
+    if len(ran) > 1:
+        from shardwise.watch import compare, report_page
+
+        comparison = compare.compare([trial.folder for trial in ran])
+        write_text(out / "sweep.html", report_page.render_page(comparison, "Runs compared"))
+        print_line(f"compared:   {out / 'sweep.html'}")
+    if not ran or ran[0].problem:
+        raise Exit(1)
+    print_line(f"best:       {ran[0].name}, loss {ran[0].loss:.4f} at step {ran[0].step}, {ran[0].folder}")
+
+
 def preflight(folder: Path, as_json: bool) -> None:
     """Measures the world of this process, or this machine; exits with 1 if something is slow."""
-    found = quick_import("shardwise.launch.preflight")
+    found = quick_import("shardwise.launch.where")
     from shardwise.launch.cluster_environment import detect
 
     environment = detect()
@@ -96,4 +122,4 @@ def preflight(folder: Path, as_json: bool) -> None:
         raise Exit(1 if problems else 0)
 
 
-COMMANDS = (where, submit)
+COMMANDS = (where, submit, sweep)

@@ -24,9 +24,7 @@ def check_count(scope: str) -> str:
     return scope
 
 
-ParameterScope = Annotated[
-    str, Option("--count", callback=check_count, help="Parameters to count: all, or blocks (no embeddings or head).")
-]
+ParameterScope = Annotated[str, Option("--count", callback=check_count, help="Parameters to count: all, or blocks.")]
 
 
 def _print(values: Any, lines: Iterable[str], as_json: bool) -> None:
@@ -53,9 +51,7 @@ def laws_design(
 @laws.command("fit")
 def laws_fit(
     runs: Annotated[list[Path], Argument(help="CSV file, run folders, or folders of run folders.")],
-    drop: Annotated[
-        int | None, Option("--drop-highest", min=0, help="Exclude the N highest losses instead of the outliers.")
-    ] = None,
+    drop: Annotated[int | None, Option("--drop-highest", min=0, help="Exclude the N highest losses instead.")] = None,
     draws: Annotated[int, Option(min=20, help="Number of bootstrap fits for the confidence intervals.")] = 400,
     seed: Annotated[int, Option(min=0, help="Seed of the bootstrap weights.")] = 0,
     counts: ParameterScope = "all",
@@ -63,14 +59,14 @@ def laws_fit(
     as_json: JsonFlag = False,
 ) -> None:
     """Fits L(N, D) = E + A / N^alpha + B / D^beta to runs, with confidence intervals, residuals and outliers."""
+    from shardwise.files import write_text
     from shardwise.laws.command import fit_lines
-    from shardwise.laws.fit import fit_scaling_law
-    from shardwise.laws.fitted_law import fit_as_dict, write_fit
+    from shardwise.laws.fit import fit_as_dict, fit_scaling_law
     from shardwise.laws.runs import read_runs
 
     values = fit_as_dict(fit_scaling_law(read_runs(runs, counts), drop, draws, seed))
     if out is not None:
-        write_fit(out, values)
+        write_text(out, json.dumps(values) + "\n")
     _print(values, fit_lines(values), as_json)
 
 
@@ -86,7 +82,7 @@ def laws_recommend(
     """Recommends model size and tokens for a compute budget, and predicts its loss and that of other sizes."""
     from shardwise.files import malformed_as_data_error
     from shardwise.laws.command import recommend_lines
-    from shardwise.laws.fitted_law import published_law, read_fitted_law
+    from shardwise.laws.fit import published_law, read_fitted_law
     from shardwise.laws.recommend import recommend_with_plan
 
     fitted_law = published_law() if law is None else read_fitted_law(law)

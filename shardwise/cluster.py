@@ -42,12 +42,9 @@ class DeviceSpec:
         """Returns the peak matmul FLOP/s; an unsupported precision runs at the rate of the next wider supported one."""
         next_wider = {"fp4": "fp8", "fp8": "bf16", "bf16": "fp16", "fp16": "float32", "float32": "float64"}
         next_wider["tf32"] = "float32"
-        name = precision
-        while name not in self.peak_by_precision:
-            if name not in next_wider:
-                return min(self.peak_by_precision.values())
-            name = next_wider[name]
-        return self.peak_by_precision[name]
+        while precision not in self.peak_by_precision and precision in next_wider:
+            precision = next_wider[precision]
+        return self.peak_by_precision.get(precision, min(self.peak_by_precision.values()))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import re
 import tomllib
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -100,11 +100,9 @@ def file_lock(folder: Path) -> Iterator[None]:
         yield
         return
     with lock:
-        try:
+        with suppress(OSError):
             if fcntl:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:
-            pass
         yield
 
 

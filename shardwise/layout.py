@@ -8,6 +8,7 @@ Mesh order, outermost first: pipeline, replicate, shard, context, tensor.
 """
 
 import dataclasses
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -93,21 +94,16 @@ class Layout:
             if self.virtual > 1:
                 raise LayoutError(f"virtual={self.virtual} needs a pipeline, but pipeline=1; set pipeline above 1.")
         elif self.schedule in ("gpipe", "1f1b") and self.virtual > 1:
-            raise LayoutError(
-                f"virtual={self.virtual}: {self.schedule} runs one stage per rank; use schedule=interleaved."
-            )
+            raise LayoutError(f"virtual={self.virtual}: {self.schedule} has 1 per rank; use schedule=interleaved.")
         elif self.schedule in V_SHAPED and self.virtual not in (0, 2):
             raise LayoutError(f"virtual={self.virtual}: {self.schedule} runs exactly 2 stages per rank; remove it.")
         if self.stages and len(self.stages) != self.stage_count:
-            raise LayoutError(
-                f"stages={','.join(map(str, self.stages))} lists {pluralize(len(self.stages), 'stage')}, "
-                f"but the pipeline has {self.stage_count} (pipeline={self.pipeline} x {self.stages_per_rank} per rank)."
-            )
+            listed = f"stages={','.join(map(str, self.stages))} lists {pluralize(len(self.stages), 'stage')}"
+            count = f"{self.stage_count} (pipeline={self.pipeline} x {self.stages_per_rank} per rank)"
+            raise LayoutError(f"{listed}, but the pipeline has {count}.")
         if not all(0 <= layers <= MAX_LAYERS for layers in self.stages):
             listed = shorten(",".join(map(str, self.stages)))
             raise LayoutError(f"stages={listed}: a stage cannot hold fewer than 0 layers, or more than {MAX_LAYERS:,}.")
-
-    # Derived properties
 
     @cached_property
     def world(self) -> int:
@@ -152,18 +148,11 @@ class Layout:
             return rank, self.stage_count - 1 - rank
         return tuple(range(rank, self.stage_count, self.pipeline))
 
-    # Text form
-
     def __str__(self) -> str:
-        parts = []
+        parts, always = [], {"schedule": self.pipeline > 1, "zero": self.shard > 1}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            is_shown = value != field.default
-            if field.name == "schedule":
-                is_shown = self.pipeline > 1 or is_shown
-            elif field.name == "zero":
-                is_shown = self.shard > 1 or is_shown
-            if is_shown:
+            if value != field.default or always.get(field.name):
                 parts.append(f"{field.name}={','.join(map(str, value)) if field.name == 'stages' else value}")
         return " ".join(parts) or "pipeline=1"
 
@@ -203,14 +192,12 @@ def kept_activation_fraction(recompute: str) -> float | None:
     """Returns the fraction of block activations that `recompute` keeps, or None if it names a policy."""
     if recompute in RECOMPUTE:
         return None
-    try:
+    fraction = -1.0
+    with suppress(ValueError):
         fraction = float(recompute)
-    except ValueError:
-        fraction = -1.0
     if not 0.0 <= fraction <= 1.0:
-        raise LayoutError(
-            f"recompute={recompute}: use {', '.join(RECOMPUTE)}, or the fraction of blocks to keep (from 0 to 1)."
-        )
+        known = ", ".join(RECOMPUTE)
+        raise LayoutError(f"recompute={recompute}: use {known}, or the fraction of blocks to keep (from 0 to 1).")
     return fraction
 
 
@@ -234,10 +221,8 @@ def micro_batch_error(layout: Layout, count: int) -> str | None:
     if layout.schedule in ("interleaved", "zero-bubble"):
         rounds = max(1, count // layout.pipeline)
         if count % rounds:
-            return (
-                f"schedule {layout.schedule} runs its micro-batches in max(1, n // pipeline) equal rounds, "
-                f"but {count} micro-batches are not divisible by {rounds}"
-            )
+            runs = f"schedule {layout.schedule} runs its micro-batches in max(1, n // pipeline) equal rounds"
+            return f"{runs}, but {count} micro-batches are not divisible by {rounds}"
     return None
 
 

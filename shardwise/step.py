@@ -58,8 +58,7 @@ class CudaGraphStep:
     that no kernel waits for the host to launch it. If the capture fails, all steps run without a graph."""
 
     def __init__(self, engine: Engine, optimizer: AdamW, clip: float, warmup: int, on_failure: Callable[[str], None]):
-        """`warmup`: eager steps before the capture, which compile blocks and create optimizer state. `on_failure` is
-        called with a sentence if the capture fails."""
+        """`warmup`: eager steps first, which compile blocks and create state. `on_failure` gets a sentence."""
         self.engine, self.optimizer, self.clip, self.warmup_steps = engine, optimizer, clip, warmup
         self.on_failure = on_failure
         self.graph: torch.cuda.CUDAGraph | None = None

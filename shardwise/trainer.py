@@ -3,8 +3,7 @@
     trainer = shardwise.Trainer(model=MyNet, loss=nn.CrossEntropyLoss(), data=dataset, layout="shard=2", steps=1000)
     trainer.fit()
 
-Start it with `python train.py`, which starts the layout's processes itself, `torchrun train.py` or `shardwise run
-train.py`.
+Start it with `python train.py`, which starts the layout's processes itself, or with `torchrun train.py`.
 """
 
 import json
@@ -27,12 +26,14 @@ from shardwise.errors import JobError, ShardwiseError
 from shardwise.job import Job, make_job
 from shardwise.launch.start import start_job
 from shardwise.layout import Layout
-from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import prepare
 from shardwise.planner.plan import Plan, make_plan
-from shardwise.train.generate import load_model, load_trained_weights
+from shardwise.train.checkpoint_folder import CheckpointGroup
+from shardwise.train.export import open_checkpoint
+from shardwise.train.loop import make_engine
 from shardwise.train.run_folder import RunFolder
 from shardwise.train.validate import validate
+from shardwise.train.warm_start import load_into
 from shardwise.verify.command import prove
 from shardwise.verify.parity import VerifyResult, verify
 
@@ -96,8 +97,6 @@ class Trainer:
             values["steps"] = steps
         for key, value in (settings or {}).items():
             values[key] = {**values.get(key, {}), **value} if isinstance(value, Mapping) else value
-        if processes := os.environ.get("SHARDWISE_PROCESSES"):  # set by `shardwise run --processes`
-            values["run"]["processes"] = int(processes)
         self.job: Job = make_job(values, "Trainer")
         self.run: Run | None = None
 
@@ -131,14 +130,13 @@ class Trainer:
         count = min(len(data), self.job.samples)
         job = make_job(job.model_dump(exclude_none=True) | {
             "batch": {"samples": count}, "validation": {"samples": len(data)}, "compile": False})  # fmt: skip
-        engine = parallelize(prepare(job, Layout()), torch.device("cpu"))
-        load_trained_weights(folder, engine.chains[0])
+        engine, saved = make_engine(prepare(job, Layout()), torch.device("cpu")), open_checkpoint(folder)
+        load_into(saved.checkpoint, engine, engine.make_optimizer(job), CheckpointGroup())
         return validate(engine, job, DatasetSource(self.task, data), None) or {}
 
     def module(self) -> nn.Module:
         """Returns the module with the weights of the newest checkpoint, on the CPU."""
-        chain: Any = load_model(self._folder(), self.job, torch.device("cpu"))
-        return chain.root  # type: ignore[no-any-return]
+        return open_checkpoint(self._folder()).load(torch.float32)
 
     def save(self, path: str | Path) -> None:
         """Saves the trained weights as a PyTorch state dict."""

@@ -70,10 +70,11 @@ THINNED = {
 # These run one case of each kind, which is the first word of the case's id: each planted bug once, in one layout.
 ONE_OF_EACH = ("test_caught", "test_the_culprit_is_named")
 
-# Real schedulers, networks, nodes and stores: seconds of waiting each. `make test-clusters` runs these files, one test
+# Real schedulers, networks, nodes, stores, and a whole tutorial: up to a minute each. `make test-clusters` runs these files, one test
 # after the other; so does naming a file.
 ON_CLUSTERS = (
-    "test_slurm.py", "test_ray.py", "test_submit.py", "test_nodes.py", "test_run_store.py", "test_preflight.py"
+    "test_slurm.py", "test_ray.py", "test_submit.py", "test_nodes.py", "test_run_store.py", "test_preflight.py",
+    "test_tutorial_tune.py",
 )  # fmt: skip
 
 

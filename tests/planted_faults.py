@@ -27,8 +27,8 @@ from shardwise.data.sample_stream import Samples, SampleStream
 from shardwise.integrity.anomaly_policy import Verdict
 
 
-def main(arguments: list[str]) -> None:
-    faulty_worker.main(arguments, PlantedFaults)
+def main(arguments: list[str], **options: Any) -> None:
+    faulty_worker.main(arguments, PlantedFaults, **options)
 
 
 class PlantedFaults(FaultInjector):

@@ -74,7 +74,7 @@ def test_a_large_model_is_cut_and_a_larger_one_refused(monkeypatch: pytest.Monke
     assert plan.best.layout.shard > 1 or plan.best.layout.tensor > 1 or plan.best.layout.pipeline > 1
     large = make_job({"model": {"name": "gpt3-175b"}, "precision": "bf16", "batch": {"samples": 64}})
     plan, _ = choose_plan(large, world_size=8)
-    with pytest.raises(LayoutError, match=r"no layout of 8 x H100-80GB fits in memory: '.*' needs least, \d+ of 79"):
+    with pytest.raises(LayoutError, match=r"no layout of 8 x H100-80GB fits in memory: '.*' needs least, [\d.]+ of 79"):
         check_memory(large, plan)
 
 
@@ -92,7 +92,7 @@ def test_alternatives_that_do_not_exist_are_passed_over(text: str) -> None:
     """A pipeline of two becomes none; stages beyond the model's pieces; heads that do not divide."""
     job = job_of(batch={"samples": 16})
     judge = make_estimator(job, CLUSTERS["cpu"])
-    lines = list(near_misses(judge, judge.predict(resolve_layout(job, judge.work.shape, Layout.parse(text)))))
+    lines = list(near_misses(judge, judge.predict(resolve_layout(job, judge.shape, Layout.parse(text)))))
     assert lines and len({line.partition(":")[0] for line in lines}) == len(lines)
 
 
@@ -147,7 +147,7 @@ def test_the_search_is_exact_where_processes_share_processors() -> None:
     fitting = sorted(one.seconds for one in every if one.peak_memory <= shared.device.memory)
     assert [one.seconds for one in search(judge, 4).best] == pytest.approx(fitting[:10])
     alone = make_estimator(judge_job := job_of(batch={"samples": 16}, model=SMALL | {"layers": 6}), CLUSTERS["cpu"])
-    pipeline = resolve_layout(judge_job, alone.work.shape, Layout.parse("pipeline=4"))
+    pipeline = resolve_layout(judge_job, alone.shape, Layout.parse("pipeline=4"))
     assert judge.predict(pipeline).seconds < alone.predict(pipeline).seconds
 
 

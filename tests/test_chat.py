@@ -170,7 +170,7 @@ def test_each_message_is_a_sample_if_the_template_writes_it_differently_later(tm
     for (text, ((start, stop),)), said in ((first, "hm</think>One<|eot|>"), (last, "oh</think>Two<|eot|>")):
         assert text[start:stop] == said and stop == len(text)
     assert "hm" not in last[0] and "<|sep|>One" in last[0]
-    with pytest.raises(DataError, match="does not begin message 4, the assistant's, with its generation prompt"):
+    with pytest.raises(DataError, match="begins message 4 without its generation prompt"):
         ChatTemplate(FORGETS.replace("assistant<|sep|>{% endif", "bot{% endif"), "own", {}).mark(messages, None, "last")
 
 
@@ -223,7 +223,7 @@ def test_all_forms_of_a_conversation_are_the_same() -> None:
 
 
 @pytest.mark.parametrize(("row", "said"), [
-    ("{", "not valid JSON"), ("[1]", "this is a JSON array"), ({"text": "Hi"}, "the row has the keys 'text'"),
+    ("{", "not valid JSON"), ("[1]", "this is no JSON object"), ({"text": "Hi"}, "the row has the keys 'text'"),
     ({"messages": []}, "a list of objects"), ({"messages": "Hi"}, "a list of objects"),
     ({"messages": [{"role": "wizard", "content": "Hi"}]}, "message 1 has the role 'wizard'"),
     ({"messages": [{"content": "Hi"}]}, "message 1 has the role None"),

@@ -32,7 +32,9 @@ from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import prepare
 from shardwise.step import step
 from shardwise.train import checkpoint_folder
-from shardwise.train.checkpoint import CheckpointManager, load_weights, valid_checkpoints
+from shardwise.train.checkpoint import CheckpointManager, valid_checkpoints
+from shardwise.train.checkpoint_folder import CheckpointGroup, read_manifest
+from shardwise.train.dcp_storage import read_index, read_pieces, weight_pieces
 from shardwise.verify.parity import make_stream
 
 # A vocabulary that nothing divides, and 4 hidden features, of which the last of 3 ranks gets none.
@@ -152,17 +154,19 @@ def test_any_layout_loads_from_any_other(sources: dict[str, Any], text: str) -> 
 def load_whole(folder: Path) -> tuple[dict[str, Any] | None, dict[str, str]]:
     model = JOB.family.build_on_meta(JOB.model, JOB.seed).double().to_empty(device="cpu")
     model.tie_weights()
-    state = load_weights(folder, dict(model.named_unique_parameters()))
+    path = valid_checkpoints(folder)[0][1]
+    weights = {f"weights.{name}": weight.detach() for name, weight in model.named_unique_parameters()}
+    read_pieces(path, read_index(path), weight_pieces(weights), CheckpointGroup())
+    state = read_manifest(path)["state"]
     return state, {name: bits(weight) for name, weight in model.named_unique_parameters()}
 
 
-def test_whole_weights_load_in_one_process(sources: dict[str, Any], tmp_path: Path) -> None:
+def test_whole_weights_load_in_one_process(sources: dict[str, Any]) -> None:
     for text in ("shard=3", "pipeline=2 shard=2 tensor=2"):
         state, weights = run_world(load_whole, 1, sources[text][0])[0]
         assert state == {"step": 2, "samples": 24}
         loaded = run_world(load_sources, 1, {text: sources[text][0]}, ALONE)[0][text]
         assert weights == {name: held for name, held in loaded[2] if name in weights}
-    assert load_weights(tmp_path / "nothing", {}) is None
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

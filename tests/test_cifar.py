@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.comm.world import run_world
-from shardwise.data.cifar10 import MEAN, STD, TEST_FILE, TRAIN_FILES, open_cifar10
-from shardwise.data.images import ImageAugmentation, SyntheticImages
+from shardwise.data.images import MEAN, STD, TEST_FILE, TRAIN_FILES, ImageAugmentation, SyntheticImages, open_cifar10
 from shardwise.data.input_files import BadRecords
 from shardwise.data.loader import Loader
 from shardwise.data.make_sources import make_sources
@@ -67,14 +67,14 @@ def test_the_binary_version_is_read(tmp_path: Path) -> None:
 
 def test_what_is_missing_is_told(tmp_path: Path) -> None:
     for path in ("", str(tmp_path / "none")):
-        with pytest.raises(DataError, match="cs.toronto.edu/~kriz/cifar.html, unpack it into"):
+        with pytest.raises(DataError, match="cs.toronto.edu/~kriz/cifar.html, and set it to"):
             open_cifar10(path, BadRecords(), None)
     written(tmp_path)
     (tmp_path / "data_batch_3.bin").unlink()
-    with pytest.raises(DataError, match="data_batch_3.bin is missing, but not data_batch_1.bin"):
+    with pytest.raises(DataError, match="data_batch_3.bin is missing; unpack the archive"):
         open_cifar10(str(tmp_path), BadRecords(), None)
     data = {"source": "cifar10", "path": str(tmp_path)}
-    with pytest.raises(DataError, match="set them to 32 and 10"):
+    with pytest.raises(DataError, match="model.image_size = 32 and model.num_classes = 10"):
         make_sources(make_job({"model": {**MODEL, "image_size": 64}, "data": data}))
     with pytest.raises(DataError, match="has images, but model.name = 'gpt'"):
         make_sources(make_job({"data": data}))
@@ -138,7 +138,7 @@ def test_samples_depend_on_their_place_alone(tmp_path: Path) -> None:
         )
     for ranks, workers, first in ((1, 2, 0), (4, 0, 2), (2, 1, 1)):
         for rank in range(ranks):
-            with Loader(stream, 24, ranks, rank, first_step=first, workers=workers) as loader:
+            with closing(Loader(stream, 24, ranks, rank, first_step=first, workers=workers)) as loader:
                 for number, batch in (next(loader) for _ in range(2)):
                     places = rank_positions(number, 24, ranks, rank)
                     assert torch.equal(batch.tokens, whole.tokens[places]) and torch.equal(
@@ -153,7 +153,7 @@ def test_samples_depend_on_their_place_alone(tmp_path: Path) -> None:
     )
 
 
-def test_the_loss_of_a_blend() -> None:
+def test_the_head_counts_correct_classes() -> None:
     head = ClassifierHead(6, 5).double()
     torch.nn.init.normal_(head.weight), torch.nn.init.normal_(head.bias)
     x, classes = torch.randn(4, 6, 2, 2, dtype=torch.float64), torch.tensor([0, 4, 2, 1])

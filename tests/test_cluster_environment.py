@@ -94,7 +94,7 @@ def test_the_scheduler_names_the_node() -> None:
 @pytest.mark.parametrize(
     ("node", "variables", "sentence"),
     [
-        ("1/2", TORCHRUN, "--node 1/2 starts an agent, but torchrun has started this process as rank 3; remove --node"),
+        ("1/2", TORCHRUN, "--node starts an agent, but torchrun has started this process"),
         ("0/2", SRUN, "would be node 0 of 2, but Slurm says that it is node 1 .SLURM_NODEID.; if a shell expanded"),
         ("0/2", POD, "would be node 0 of 2, but Kubernetes says that it is node 1 .JOB_COMPLETION_INDEX."),
         (None, {**KUBEFLOW, "SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "2"}, "would be node 1 of 2, but Slurm says"),
@@ -116,7 +116,7 @@ def test_what_contradicts_is_a_sentence(node: str | None, variables: dict[str, s
 
 def test_without_scontrol_the_address_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(JobError, match=r"on n\[1-2\], and scontrol does not tell .*; export it as MASTER_ADDR"):
+    with pytest.raises(JobError, match=r"does not tell the address of the first of n\[1-2\]; export it as MASTER_ADDR"):
         detect(variables=SRUN)
 
 

@@ -15,7 +15,7 @@ from shardwise.chaos.run import draw_faults
 from shardwise.errors import RunError
 from shardwise.integrity.checksums import COPY_KINDS, checksum, reference_ranks
 from shardwise.job import Job
-from shardwise.launch.launch import launch
+from shardwise.launch.start import launch
 from shardwise.layout import Layout
 from shardwise.train.run_folder import RunFolder
 from shardwise.workers.fork_server import ForkServer

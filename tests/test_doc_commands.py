@@ -26,7 +26,12 @@ from shardwise.parallel.prepare import prepare
 
 PAGES = [ROOT / "README.md", ROOT / "docs/tutorial.md", *sorted(ROOT.glob("docs/how-to/*.md"))]
 TRAIN = 'shardwise train first.toml --set layout="pipeline=1" --set run.folder=runs/one'
-USES_RUN = ("shardwise sample", "shardwise compare", "shardwise trace")  # of the run that TRAIN leaves
+USES_RUN = (
+    "shardwise sample",
+    "shardwise compare",
+    "shardwise trace",
+    "shardwise eval",
+)  # of the run that TRAIN leaves
 EXACT = ("job:", "layout:", "shardwise:")  # lines whose numbers do not vary
 
 YOUR_JOB = "a template for the reader's own job; the tutorial runs the same command"
@@ -54,6 +59,7 @@ SKIPPED = {
     "shardwise train --set model.weights=runs/first@200 --set model.sequence=512": TRAINS,
     "shardwise train --set model.name=hf:./Llama-3.2-1B --set model.lora.rank=16 --set data.source=text "
     "--set data.path=notes.txt": FOLDER,
+    "shardwise drift my-model/data-profile.json new.jsonl --html drift.html": "tests/test_handover.py compares some",
     "shardwise export runs/tuned my-adapter": "needs a run; tests/test_lora.py exports some",
     "shardwise merge runs/tuned my-model --check": "needs a run; tests/test_lora.py merges some",
     "shardwise calibrate -o here.toml": MEASURES,

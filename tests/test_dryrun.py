@@ -47,7 +47,7 @@ def make(text: str, micro_batches: int, **keys: Any) -> tuple[Job, Layout]:
 def profile(job: Job, layout: Layout, fake: bool) -> tuple[Any, ...]:
     """What this rank sends; what it keeps at the begin of each forward, after the last backward and at the end."""
     notes = dryrun._record_step(job, layout, job.samples // layout.data, fake)
-    held = [notes.tracker.bytes_at(moment.event) for moment in (*notes.forward_starts, notes.update_start, notes.end)]
+    held = [notes.tracker.bytes_at(moment) for moment in (*notes.forward_starts, notes.update_start, notes.end)]
     return notes.traffic(0, 1), [[each[role] for role in ("weights", "gradients", "optimizer")] for each in held]
 
 
@@ -109,7 +109,7 @@ def censuses(job: Job, layout: Layout) -> list[tuple[dict[str, int], dict[str, i
     def after(function: Any) -> Any:
         def counted(*args: Any, **kwargs: Any) -> Any:
             result = function(*args, **kwargs)
-            counts.append((census.count(), books[0].now().event))
+            counts.append((census.count(), books[0].now()))
             return result
 
         return counted
@@ -254,7 +254,7 @@ def test_the_plan_is_what_the_engine_does(case: tuple[dict[str, Any], str, str, 
     reports = run_world(every_stage, 1, job, layout)[0]
     estimator = make_estimator(job, find_cluster("h100"))
     prediction = estimator.predict(layout)
-    assert estimator.work.engine is not None
+    assert estimator.engine is not None
     for rank, (report, memory) in enumerate(zip(reports, prediction.memory, strict=True)):
         error = (memory.total - memory.reserve) / report.total - 1
         # The order of a V of our own may have all micro-batches in flight before there are gradients.

@@ -29,10 +29,17 @@ from shardwise.optim import sparse
 from shardwise.parallel.mesh import SINGLE_RANK, Mesh
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import prepare
-from shardwise.parallel.tables import sharded_tables, table_engine, table_storage
-from shardwise.parallel.tables.sharded_tables import Bags, HotRowCache, ShardedTables, most_frequent_ids
+from shardwise.parallel.tables import sharded_tables, table_engine
+from shardwise.parallel.tables.sharded_tables import (
+    Bags,
+    HotRowCache,
+    ShardedTables,
+    TableShard,
+    TableSpec,
+    most_frequent_ids,
+    place_tables,
+)
 from shardwise.parallel.tables.table_engine import check_host_memory
-from shardwise.parallel.tables.table_storage import TableShard, TableSpec, place_tables
 from shardwise.step import step
 from shardwise.train.checkpoint import CheckpointManager
 from shardwise.verify.parity import make_stream, verify
@@ -75,7 +82,7 @@ MIX = [
 ]
 
 
-@pytest.mark.parametrize("way", table_storage.SHARDING_TYPES)
+@pytest.mark.parametrize("way", sharded_tables.SHARDING_TYPES)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8, 16])
 def test_every_number_lives_once(way: str, ranks: int) -> None:
     shards = place_tables(MIX, ranks, way)
@@ -181,7 +188,7 @@ def test_the_gradient_of_the_meeting() -> None:
 # Many processes against one
 
 
-CUTS = [(sharding, optimizer) for sharding in table_storage.SHARDING_TYPES for optimizer in ("adagrad", "adam")]
+CUTS = [(sharding, optimizer) for sharding in sharded_tables.SHARDING_TYPES for optimizer in ("adagrad", "adam")]
 
 
 @pytest.mark.parametrize(("sharding", "optimizer"), CUTS)
@@ -205,7 +212,7 @@ def test_the_rows_that_are_used_most() -> None:
     assert most_frequent_ids(ids, 10).tolist() == [3, 4, 9]  # what comes once is not used much
 
 
-@pytest.mark.parametrize("sharding", table_storage.SHARDING_TYPES)
+@pytest.mark.parametrize("sharding", sharded_tables.SHARDING_TYPES)
 def test_tables_of_many_sizes(sharding: str) -> None:
     job = small(24, {"sharding": sharding, "cached_rows": 9 if sharding == "auto" else 0}, rows=[41, 1, 100, 3, 23])
     prove(job, "shard=1", "shard=4", "replicate=2 shard=2 zero=2")
@@ -336,7 +343,7 @@ def plant_wrong_rank(patch: pytest.MonkeyPatch) -> None:
 
 def plant_left_out_of_norm(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        table_storage.TableParamShard,
+        sharded_tables.TableParamShard,
         "num_replicas",
         property(lambda self: 1e30, lambda self, value: None),
         raising=False,
@@ -371,7 +378,7 @@ def plant_stale_rows(patch: pytest.MonkeyPatch) -> None:
 def plant_steps_not_counted(patch: pytest.MonkeyPatch) -> None:
     """Adam's averages are corrected as if every step were the first."""
     real = sparse.sparse_adam_
-    patch.setattr(table_storage, "sparse_adam_", lambda t, a, r, g, number, *rest: real(t, a, r, g, 1, *rest))
+    patch.setattr(sharded_tables, "sparse_adam_", lambda t, a, r, g, number, *rest: real(t, a, r, g, 1, *rest))
 
 
 def plant_kept_alone(patch: pytest.MonkeyPatch) -> None:
@@ -383,7 +390,7 @@ def plant_kept_left_out(patch: pytest.MonkeyPatch) -> None:
     """The norm does not know of them."""
     real = ShardedTables.gradient_of
 
-    def gradient_of(self: ShardedTables, local: table_storage.TableParamShard) -> Any:
+    def gradient_of(self: ShardedTables, local: sharded_tables.TableParamShard) -> Any:
         hot, self.hot_rows = self.hot_rows, None
         try:
             return real(self, local)
@@ -546,7 +553,7 @@ def test_a_malformed_row_is_told_with_file_row_and_field(line: str, words: str, 
         ({"source": "stdlib"}, {}, "is not a click log"),
         ({"source": "criteo"}, {}, "set data.path to it"),
         ({"source": "criteo", "path": "none.tsv"}, {}, "cannot be read"),
-        ({"source": "criteo", "path": "none.tsv"}, {"tables": 3}, "26 categorical and 13 integer features"),
+        ({"source": "criteo", "path": "none.tsv"}, {"tables": 3}, "model.tables = 26 and model.dense_features = 13"),
     ],
 )
 def test_sources_that_do_not_fit(data: Any, more: Any, words: str) -> None:

@@ -20,7 +20,7 @@ from shardwise.chaos.run import run_chaos
 from shardwise.errors import RunError
 from shardwise.integrity.anomaly_policy import LossSpikeDetector
 from shardwise.job import Job, make_job
-from shardwise.launch.launch import launch
+from shardwise.launch.start import launch
 from shardwise.layout import Layout
 from shardwise.train.run_folder import RunFolder
 from shardwise.workers.fork_server import ForkServer, snapshot_folders

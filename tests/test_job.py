@@ -9,7 +9,7 @@ import pytest
 from shardwise.errors import JobError
 from shardwise.job import Job, load_job, make_job
 from shardwise.layout import Layout
-from shardwise.models.presets import PRESETS
+from shardwise.models.config import PRESETS
 from shardwise.models.registry import BUILT_IN
 from shardwise.peer_words import JOB_WORDS, LAYOUT_WORDS
 

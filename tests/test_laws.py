@@ -14,8 +14,18 @@ from test_cli import call
 
 from shardwise.errors import DataError, JobError
 from shardwise.job import load_job
-from shardwise.laws.fit import CONSTANTS, ScalingLaw, ScalingLawFit, best_fit, bootstrap, fit_scaling_law
-from shardwise.laws.fitted_law import fit_as_dict, parse_fitted_law, published_law, read_fitted_law
+from shardwise.laws.fit import (
+    CONSTANTS,
+    ScalingLaw,
+    ScalingLawFit,
+    best_fit,
+    bootstrap,
+    fit_as_dict,
+    fit_scaling_law,
+    parse_fitted_law,
+    published_law,
+    read_fitted_law,
+)
 from shardwise.laws.isoflop_grid import (
     batch_size_for_budget,
     design_grid,
@@ -98,7 +108,7 @@ def test_the_published_reanalysis_is_found(paper: ScalingLawFit) -> None:
         assert abs(getattr(paper.law, name) - getattr(published_law().law, name)) < error, name
     N, D = paper.law.compute_optimal(5.9e23)
     assert pytest.approx(18, abs=1) == D / N
-    constants = paper.constants()
+    constants = fit_as_dict(paper)
     for name, (low, high) in {"E": (1.77, 1.87), "alpha": (0.317, 0.373), "beta": (0.331, 0.415)}.items():
         assert constants[name]["low"] < high and constants[name]["high"] > low
         assert constants[name]["standard_error"] == pytest.approx(PUBLISHED_STANDARD_ERRORS[name], rel=0.35)

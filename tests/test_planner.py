@@ -17,8 +17,9 @@ from shardwise.layout import Layout
 from shardwise.models.gpt import build_gpt
 from shardwise.planner.costs.block_time import KernelProfile
 from shardwise.planner.costs.machine import Machine, efficiency_of
+from shardwise.planner.costs.memory_model import FrameworkProfile
 from shardwise.planner.costs.model_shape import shape_of
-from shardwise.planner.estimate import Estimator, Workload, split_evenly
+from shardwise.planner.estimate import Estimator, split_evenly
 from shardwise.planner.plan import make_plan
 from shardwise.planner.search import class_layouts, class_lower_bound, layout_classes, search
 
@@ -33,7 +34,7 @@ def estimator(name: str = "llama3-8b", cluster: str = "h100", samples: int = 64)
     found = CLUSTERS[cluster]
     machine = Machine(found, efficiency_of(found.device.family, found.measured))
     shape = shape_of(make_job({"model": {"name": name}}).model)
-    return Estimator(machine, Workload(shape, KernelProfile("bf16"), samples))
+    return Estimator(machine, shape, KernelProfile("bf16"), samples, FrameworkProfile())
 
 
 @pytest.mark.parametrize("values", SHAPES)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from test_nodes import NAME, link, sh
 
-from shardwise.launch.preflight import find_problems
+from shardwise.launch.where import find_problems
 
 __all__ = ["link"]
 PORT = 29473

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.objects import all_gather_json, broadcast_json
+from shardwise.comm.collectives import all_gather_json, broadcast_json
 from shardwise.comm.world import run_world
 from shardwise.errors import JobError, RunError
 from shardwise.workers import fork_server, node_channel, nodes

@@ -32,7 +32,6 @@ from shardwise.planner.costs.block_time import KernelProfile
 from shardwise.planner.costs.machine import Machine, efficiency_of
 from shardwise.planner.costs.memory_model import block_activation_bytes, engine_profile
 from shardwise.planner.costs.model_shape import OperatorListModel, shape_of
-from shardwise.planner.estimate import Workload
 from shardwise.planner.operator_list_estimate import OperatorListEstimator
 from shardwise.planner.plan import make_plan
 from shardwise.planner.search import search
@@ -248,9 +247,7 @@ def test_any_module_can_be_planned() -> None:
     )  # fmt: skip
     cluster = CLUSTERS["a100-80g"]
     machine = Machine(cluster, efficiency_of(cluster.device.family, cluster.measured))
-    found = search(
-        OperatorListEstimator(machine, Workload(shape, KernelProfile("float32"), 64, engine_profile("float32"))), 8
-    )
+    found = search(OperatorListEstimator(machine, shape, KernelProfile("float32"), 64, engine_profile("float32")), 8)
     assert shape.parameters == 4 * 1024 * 1025
     assert all(p.layout.pipeline == p.layout.tensor == 1 for p in found.best)
     assert all(p.peak_memory < 8 * 2**30 and 0 < p.seconds < 1 for p in found.best)

@@ -82,6 +82,32 @@ def test_a_run_on_two_nodes_is_requeued_and_ends_as_if_it_had_not_been(cluster: 
     assert [event["event"] for event in run.events()].count("resumed") == 3
 
 
+def test_a_cancelled_run_is_continued_by_its_file_and_on_fewer_nodes(cluster: dict[str, str], tmp_path: Path) -> None:
+    """As docs/how-to/slurm.md says: `scancel`, `sbatch first.sbatch`; `scancel`, another `--nodes`."""
+    run, plain = RunFolder(tmp_path / "runs" / "first"), RunFolder(tmp_path / "plain")
+    (tmp_path / "first.toml").write_text(job_of(Path("runs/first")).to_toml())
+    (tmp_path / "plain.toml").write_text(job_of(plain.path).to_toml())
+    submit = ["submit", "first.toml", "--slurm", "--nodes"]
+    told = shardwise(cluster, tmp_path, *submit, "2")
+    for again in range(3):
+        numbers = slurm_cluster.run(cluster, "squeue", "-h", "-o", "%A").split()
+        log = tmp_path / f"first-{numbers[0]}.log"
+        if again == 2:
+            wait(cluster, lambda: slurm_cluster.run(cluster, "squeue", "-h") == "", log)
+            continue
+        steps = len(curve(run))
+        wait(cluster, lambda: len(curve(run)) >= steps + 5, log)
+        slurm_cluster.run(cluster, "scancel", *numbers)
+        wait(cluster, lambda: slurm_cluster.run(cluster, "squeue", "-h") == "", log)
+        if again == 0:
+            subprocess.run(["sbatch", "first.sbatch"], env=cluster, cwd=tmp_path, check=True, capture_output=True)
+        else:
+            told = shardwise(cluster, tmp_path, *submit, "1")
+            assert "it has a run, which is continued" in told
+    shardwise(cluster, tmp_path, "train", "plain.toml")
+    assert curve(run) == curve(plain) and len(curve(run)) == STEPS
+
+
 def test_a_task_of_srun_is_a_rank_and_a_job_array_sweeps(cluster: dict[str, str], tmp_path: Path) -> None:
     where = [sys.executable, "-m", "shardwise", "where", "--json"]
     lines = slurm_cluster.run(cluster, "srun", "-N2", "-n4", "--overcommit", *where).splitlines()

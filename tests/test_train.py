@@ -28,7 +28,7 @@ from shardwise.layout import Layout
 from shardwise.parallel.prepare import prepare
 from shardwise.step import CudaGraphStep
 from shardwise.train import loop
-from shardwise.train.generate import sample_run
+from shardwise.train.generate import Sampling, sample_run
 from shardwise.train.loop import TrainingLoop
 from shardwise.train.run_folder import RESUMABLE_KEYS, RunFolder
 from shardwise.verify.command import shrink_model
@@ -254,7 +254,7 @@ def test_tokens_without_a_tokenizer_are_not_taken_for_text(tmp_path: Path) -> No
         summarize(run, run.job(), said.append)
         assert said == [f"run folder: {run.path}"]
         with pytest.raises(DataError, match="without a tokenizer"):
-            sample_run(run.path, "", 8, 0.0, 0)
+            sample_run(run.path, [""], Sampling(8))
 
 
 # Through the command line, as users do
@@ -328,7 +328,7 @@ def test_under_torchrun_it_joins_that_world_and_sample_writes_text(tmp_path: Pat
     assert done.stdout.count("validation: loss") == 1 and done.stdout.count("bits per byte") == 1
     after = done.stdout.partition("generated text after '")[2].partition("':")[0]
     assert after and after in "to be or not to be, that is the question. " * 2
-    assert run_world(sample_run, 1, tmp_path / "run", "to be", 8, 0.8, 0)[0].startswith("to be")
+    assert run_world(sample_run, 1, tmp_path / "run", ["to be"], Sampling(8, 0.8))[0][0].startswith("to be")
     resumed = subprocess.run(
         [*torchrun, "train", "--resume", "run", "--set", "steps=5"], cwd=tmp_path, capture_output=True, timeout=120
     )

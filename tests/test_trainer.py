@@ -1,4 +1,4 @@
-"""`shardwise.Trainer`, `shardwise run`, the proof before the first step and `shardwise inspect`."""
+"""`shardwise.Trainer`, the proof before the first step and `shardwise inspect`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardwise.adapters.task import Task
 from shardwise.errors import JobError, LayoutError, UserError
 from shardwise.job import make_job
 from shardwise.layout import Layout
-from shardwise.optim.user_optimizer import make_user_optimizer
+from shardwise.optim import make_user_optimizer
 from shardwise.parallel.prepare import prepare
 from shardwise.verify.command import inspect_job, prove, small_layout
 from shardwise.verify.parity import verify
@@ -84,8 +84,7 @@ def test_every_way_to_start_gives_the_same_losses(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
     expected = losses(tmp_path / "script")
     assert losses(tmp_path / "job") == expected and losses(tmp_path / "cut") == expected[:2] and len(expected) == 4
-    ours = ["-m", "shardwise", "run", "train.py", "--", "pipeline=2", "cut", "4", "resume"]
-    done = run(*ours, folder=tmp_path)  # and resumed elsewhere
+    done = run("train.py", "pipeline=2", "cut", "4", "resume", folder=tmp_path)  # and resumed elsewhere
     assert done.returncode == 0, done.stdout + done.stderr
     assert losses(tmp_path / "cut") == pytest.approx(expected, rel=1e-4)
 

@@ -22,8 +22,7 @@ from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import prepare
 from shardwise.planner.plan import make_plan
 from shardwise.train.checkpoint import CheckpointManager
-from shardwise.train.export import export_run
-from shardwise.train.generate import load_model
+from shardwise.train.export import export_run, open_checkpoint
 from shardwise.train.loop import TrainingLoop
 from shardwise.train.run_folder import RunFolder
 from shardwise.verify.parity import VerifyResult, verify
@@ -226,8 +225,8 @@ def test_transformers_loads_what_a_run_exports(model_type, args, tmp_path):
     assert "step 2" in sentence and (tmp_path / "out" / "tokenizer_config.json").exists()
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
-    model = load_model(folder, case, torch.device("cpu"))
-    ours, theirs = dict(model.named_unique_parameters()), dict(exported.named_parameters())
+    model = open_checkpoint(folder).load(torch.float32)
+    ours, theirs = dict(model.named_parameters()), dict(exported.named_parameters())
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name].float()) for name in ours)
     drawn = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float64)
     assert not torch.equal(drawn.model.embed_tokens.weight, exported.model.embed_tokens.weight)

@@ -15,7 +15,7 @@ from pairwise import Case, cover, pairs
 
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import DataConfig, Job, make_job
-from shardwise.launch.launch import check_layout_fits
+from shardwise.launch.start import check_layout_fits
 from shardwise.layout import Layout, micro_batch_error
 from shardwise.parallel import context
 from shardwise.parallel.prepare import prepare
@@ -244,7 +244,7 @@ def test_without_a_compiler_compiled_blocks_are_refused(monkeypatch: pytest.Monk
     job = tiny(2, layers=1, heads=2).model_copy(update={"compile": True})
     job = job.model_copy(update={"run": job.run.model_copy(update={"device": "cpu"})})
     for start in (lambda: verify(job, [Layout()]), lambda: check_layout_fits(Layout(), job)):
-        with pytest.raises(JobError, match="compile = true needs a C.. compiler, and 'no-such-compiler' was not found"):
+        with pytest.raises(JobError, match="compile = true needs a C.. compiler, but 'no-such-compiler' was not found"):
             start()
     assert JobError.exit_code == 2
 

@@ -29,7 +29,7 @@ from shardwise.data.sample_stream import SampleStream
 from shardwise.errors import JobError
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
-from shardwise.metrics.rank_metrics import PHASES, RankMetrics, RankMetricsWriter
+from shardwise.metrics.rank_metrics import PHASES, RankMetricsWriter, metrics_row
 from shardwise.metrics.trackers import PrometheusWriter, check_tracker_installed
 from shardwise.parallel.prepare import prepare
 from shardwise.train.local_machine import choose_plan, plan_record
@@ -190,8 +190,8 @@ def test_rows_of_long_runs_are_sums_of_windows(tmp_path: Path) -> None:
     spent = dict.fromkeys(("compute", "optimizer", "data", "checkpoint", "validation"), 0.0)
     words = []
     for step in range(1, 2001):
-        each = [RankMetrics(step, 1.0, {**spent, "compute": 0.2}), RankMetrics(step, 1.0, {**spent, "compute": 0.9})]
-        words += rows.add(step, np.array([row.to_list() for row in each]))
+        each = [metrics_row(step, 1.0, {**spent, "compute": seconds}, {}, {}) for seconds in (0.2, 0.9)]
+        words += rows.add(step, np.array(each))
     rows.flush(2000)
     lines = [json.loads(line) for line in (tmp_path / "ranks.jsonl").read_text().splitlines()]
     assert lines[0]["steps"] == 1 and lines[-2]["steps"] == 5 and len(lines) < 1000

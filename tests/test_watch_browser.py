@@ -15,7 +15,7 @@ import pytest
 from browser import CHROMIUM, Browser
 from test_watch import long_run, make_run, step, write_run
 
-from shardwise.watch.report_page import write_page, write_report
+from shardwise.watch.report_page import render_page, write_report
 
 pytestmark = pytest.mark.skipif(not CHROMIUM, reason="needs Chromium")
 
@@ -177,7 +177,7 @@ def test_a_long_run_and_runs_beside_each_other_are_drawn(tmp_path: Path) -> None
             "rows": [["a", "3"], ["b", "2"]],
             "differences": [["lr", "1", "2"]],
         }
-        write_page(given, "both", tmp_path / "both.html")
+        (tmp_path / "both.html").write_text(render_page(given, "both"))
         browser.open(f"file://{tmp_path / 'both.html'}")
         assert browser.js("document.querySelectorAll('canvas').length") == 3
         assert browser.js("document.querySelectorAll('#jobs tbody tr').length") == 1

@@ -26,11 +26,9 @@ from shardwise.models.pretrained import INDEX_FILE
 from shardwise.models.pretrained_config import FORMATS, make_config, read_config
 from shardwise.models.registry import parse_model
 from shardwise.parallel.prepare import prepare
-from shardwise.train.checkpoint import weight_pieces
 from shardwise.train.checkpoint_folder import CheckpointGroup, find_newest_valid
-from shardwise.train.dcp_storage import dtype_of, read_index, read_pieces
-from shardwise.train.export import export_run
-from shardwise.train.generate import load_model
+from shardwise.train.dcp_storage import dtype_of, read_index, read_pieces, weight_pieces
+from shardwise.train.export import export_run, open_checkpoint
 from shardwise.train.loop import TrainingLoop
 from shardwise.train.run_folder import RunFolder
 from shardwise.train.warm_start import check_start, name_step
@@ -83,7 +81,7 @@ def train(job: Job, layout: str) -> RunFolder:
 
 
 def weights_of(folder: RunFolder) -> dict[str, torch.Tensor]:
-    return dict(load_model(folder, folder.job(), torch.device("cpu")).named_unique_parameters())
+    return dict(open_checkpoint(folder).load(torch.float32).named_unique_parameters())
 
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:

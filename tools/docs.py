@@ -29,11 +29,11 @@ from typer.utils import get_params_from_function
 
 import shardwise
 from shardwise import cli, errors
+from shardwise.files import parse_toml
 from shardwise.job import Job
 from shardwise.layout import SCHEDULES, Layout, micro_batch_error
-from shardwise.models.config import Count, LoRA, ModelConfig
+from shardwise.models.config import PRESETS, Count, LoRA, ModelConfig
 from shardwise.models.gpt_family import DecoderConfig
-from shardwise.models.presets import PRESETS
 from shardwise.models.registry import BUILT_IN
 from shardwise.verify import parity
 
@@ -69,6 +69,8 @@ MEANING = {
     "shardwise.parallelize": "Builds this rank's part of a job in a layout: an `Engine`.",
 }
 
+JOB_KEYS = parse_toml((ROOT / "shardwise" / "job_keys.toml").read_text(encoding="utf-8"))
+
 
 # Text
 
@@ -89,10 +91,12 @@ def sentence(text: str) -> str:
 
 
 def docstrings(kind: type) -> dict[str, str]:
-    """Returns the docstring below each field of a class, read from its source since Python drops them."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
+    """Returns the comment beside or the docstring below each field of a class, read from its source."""
+    source = textwrap.dedent(inspect.getsource(kind))
+    body = ast.parse(source).body[0]
     assert isinstance(body, ast.ClassDef)
-    texts = {}
+    comments = re.findall(r"^    (\w+): [^#\n]*  # (?!type:|noqa)(.+)$", source, re.MULTILINE)
+    texts = dict(comments)
     for statement, following in zip(body.body, body.body[1:]):
         match statement, following:
             case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
@@ -117,6 +121,7 @@ def job_keys() -> Iterator[tuple[str, str, FieldInfo, str]]:
             sections.append((name, field.annotation))
     for section, kind in sections:
         texts = (docstrings(ModelConfig) if issubclass(kind, ModelConfig) else {}) | docstrings(kind)
+        texts |= JOB_KEYS.get(section, {}) if section else JOB_KEYS
         is_decoder = kind is not DecoderConfig and issubclass(kind, DecoderConfig)
         known = DecoderConfig.model_fields if is_decoder else ModelConfig.model_fields
         for name, field in kind.model_fields.items():
@@ -174,6 +179,8 @@ def value_of(field: FieldInfo) -> str:
         return _words(get_args(kind))
     if words and bool in options:
         return "`true`, `false`, " + _words(words)
+    if words and get_origin(options[-1]) is tuple:
+        return _words(get_args(options[0])) + ", or a list of these"
     if words and get_origin(kind) is not tuple:
         return f"integer{_limits(options[0].__metadata__[0])}, or {_words(words)}"
     if any(get_origin(part) is tuple for part in options):

@@ -25,7 +25,7 @@ from shardwise.console import format_count
 from shardwise.data.sample_stream import SampleStream
 from shardwise.errors import DataError
 from shardwise.models.chain import IGNORE_INDEX
-from shardwise.train.generate import load_model
+from shardwise.train.export import open_checkpoint
 from shardwise.train.local_machine import pick_device
 from shardwise.train.run_folder import RunFolder
 
@@ -44,7 +44,7 @@ def measure_noise_scale(run: Path, batches: int = 16, samples: int = 8) -> dict[
     job = folder.job()
     eod_token_id = job.require_decoder().eod_token_id
     device = torch.device(pick_device(job))
-    model = load_model(folder, job, device).requires_grad_(True)
+    model = open_checkpoint(folder).load(torch.float32).to(device).requires_grad_(True)
     parameters = list(model.parameters())
     stream = SampleStream(folder.sources(job)[0], job.seed)
     first = job.total_steps * job.samples

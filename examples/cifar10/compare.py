@@ -30,8 +30,7 @@ from async_server import ParameterServerWorker
 from torch import Tensor
 
 from shardwise.comm.world import run_world
-from shardwise.data.cifar10 import TEST_FILE, TRAIN_FILES
-from shardwise.data.images import SyntheticImages
+from shardwise.data.images import TEST_FILE, TRAIN_FILES, SyntheticImages
 from shardwise.data.make_sources import make_sources
 from shardwise.data.sample_stream import SampleStream, rank_positions
 from shardwise.errors import JobError

@@ -11,15 +11,16 @@ within 3%. Finished runs are not repeated, unfinished ones resume. Exits with 1 
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from shardwise.errors import DataError
+from shardwise.files import write_text
 from shardwise.laws.command import fit_lines
-from shardwise.laws.fit import fit_scaling_law
-from shardwise.laws.fitted_law import fit_as_dict, parse_fitted_law, write_fit
+from shardwise.laws.fit import fit_as_dict, fit_scaling_law, parse_fitted_law
 from shardwise.laws.isoflop_grid import design_grid, write_grid
 from shardwise.laws.recommend import prediction_interval
 from shardwise.laws.runs import read_runs
@@ -70,7 +71,7 @@ def main() -> None:
 
     fit = fit_scaling_law(read_runs(run_folders))
     values = fit_as_dict(fit)
-    write_fit(folder / "law.json", values)
+    write_text(folder / "law.json", json.dumps(values) + "\n")
     print("\n".join(fit_lines(values)))
     if options.plot:
         sys.path.append(str(TOOLS))

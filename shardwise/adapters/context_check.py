@@ -5,15 +5,14 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardwise.adapters.anatomy import SHAPE_ONLY
 from shardwise.adapters.split_attention import SPLIT, split_sequence
-from shardwise.models.trace import to_fake, with_fake_tensors
+from shardwise.models.trace import tensors_in, with_fake_tensors
 
 _VIEWS = ("view", "_unsafe_view", "slice", "select", "unsqueeze", "expand", "_to_copy", "alias", "detach")
-_SHAPE_ONLY = ("new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like")
 
 
 class _TokenUses(TorchDispatchMode):
@@ -28,14 +27,14 @@ class _TokenUses(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         self.convolves |= name == "convolution"
-        inputs = {id(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        inputs = {id(leaf) for leaf in tensors_in((args, kwargs))}
         is_computed = not inputs.isdisjoint(map(id, self.computed))
         is_token = not inputs.isdisjoint(map(id, self.tokens))
         if name == "embedding":
             self.looks_up_computed |= is_computed
-        elif (is_computed or is_token) and name not in _SHAPE_ONLY:
+        elif (is_computed or is_token) and name not in SHAPE_ONLY:
             found = self.tokens if is_token and name in _VIEWS else self.computed
-            found += [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+            found += tensors_in(out)
         return out
 
 
@@ -44,19 +43,17 @@ def context_refusal(
     attending: AbstractContextManager[None] | None = None,
 ) -> str:  # fmt: skip
     """Returns why a module on the meta device cannot be split along the sequence; empty if it can.
-
     `run` computes a batch with the module, within `attending`; `interface` is what its attention must go through."""
     counts: list[int] = []  # calls of our attention, when each block has run
     handles = [
         module.get_submodule(name).register_forward_hook(lambda *args: counts.append(SPLIT.calls)) for name in blocks
     ]
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
     module.eval()  # nothing is drawn at random
     split_sequence(None, None, None)
     SPLIT.calls = 0
     try:
-        with fake, with_fake_tensors(module, fake), attending or nullcontext():
-            batch = tree_map_only(Tensor, to_fake(fake), batch)
+        with with_fake_tensors(module) as to_fake, attending or nullcontext():
+            batch = tree_map_only(Tensor, to_fake, batch)
             uses = _TokenUses([leaf for leaf in tree_leaves(batch) if not leaf.is_floating_point()])
             with uses:
                 run(batch)

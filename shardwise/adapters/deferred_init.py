@@ -5,14 +5,12 @@ stay real. What the constructor does to parameters from then on (`reset_paramete
 and `DeferredInit.value` replays it for one parameter. Random operators draw from a generator that is seeded by the
 job's seed, the number of the parameter and the number of the operator, so a value does not depend on which others a
 process computes. Where the constructor reads a value (`nn.init.trunc_normal_` does), that value is replayed at once.
-
 Meta tensors would not do instead of fake ones: `nn.init.orthogonal_` and others skip them.
 """
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.errors import JobError
 from shardwise.models.chain import InitialValues
+from shardwise.models.trace import tensors_in
 from shardwise.random import hash_key
 
 # Operators that replace every element of their first argument: what it held before is not needed.
@@ -53,17 +53,18 @@ class _Operation:
     args: Any
     kwargs: Any
     outputs: Any
-    reads: frozenset[int]
+    reads: set[int]
     seed: int
 
 
-class _Recorder(TorchDispatchMode):
-    """Records the operators that act on fake tensors."""
+class DeferredInit(TorchDispatchMode, InitialValues):
+    """Records the operators that act on fake tensors, and gives the initial values of parameters, one at a time."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self.seed = seed
         self.operations: list[_Operation] = []
+        self.views: dict[str, _View] = {}  # of the parameters, once the module is built
         self._writers: dict[int, list[int]] = {}  # by storage: the operators that write to it
         self.fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._originals: dict[int, Tensor] = {}  # by storage: what a parameter held when it was registered
@@ -72,6 +73,8 @@ class _Recorder(TorchDispatchMode):
         self._alive: list[Tensor] = []  # a storage that was freed could be mistaken for a new one at its address
 
     def to_fake(self, parameter: nn.Parameter) -> nn.Parameter:
+        if _is_fake(parameter):
+            return parameter
         if isinstance(parameter, nn.UninitializedParameter):
             raise JobError("the model has lazy modules, whose shapes are unknown; give them their sizes.")
         if id(parameter) not in self._moved:
@@ -87,7 +90,7 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        inputs = tensors_in((args, kwargs))
         if not any(map(_is_fake, inputs)):
             return func(*args, **kwargs)
         try:
@@ -104,7 +107,7 @@ class _Recorder(TorchDispatchMode):
         return out
 
     def _record(self, func: Any, args: Any, kwargs: Any, out: Any, inputs: list[Tensor]) -> None:
-        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        outputs = tensors_in(out)
         reads = {_View.of(tensor).storage for tensor in inputs if _is_fake(tensor)}
         writes = {_View.of(tensor).storage for tensor in outputs} - reads
         for argument, value in zip(func._schema.arguments, args, strict=False):
@@ -121,10 +124,15 @@ class _Recorder(TorchDispatchMode):
         parameter, count = self._counts.get(owner, (-1, len(self.operations)))
         self._counts[owner] = parameter, count + 1
         seed = hash_key("module init", self.seed, parameter, count) & (2**63 - 1)
-        args, kwargs, out = tree_map_only(Tensor, _freeze, (args, kwargs, out))
+        freeze = lambda tensor: _View.of(tensor) if _is_fake(tensor) else tensor.clone()  # noqa: E731
+        args, kwargs, out = tree_map_only(Tensor, freeze, (args, kwargs, out))
         for storage in writes:
             self._writers.setdefault(storage, []).append(len(self.operations))
-        self.operations.append(_Operation(func, args, kwargs, out, frozenset(reads), seed))
+        self.operations.append(_Operation(func, args, kwargs, out, reads, seed))
+
+    def value(self, name: str) -> Tensor:
+        """Returns the initial value of a parameter."""
+        return self.replay(self.views[name], {}).clone()
 
     def replay(self, target: _View, storages: dict[int, Any]) -> Tensor:
         """Returns the real value of a view, by running every recorded operator that it depends on."""
@@ -140,7 +148,10 @@ class _Recorder(TorchDispatchMode):
         def thaw(view: _View) -> Tensor:
             if view.storage not in storages:
                 original = self._originals[view.storage]
-                size = max(original.untyped_storage().nbytes(), _span_bytes(view))
+                spanned = torch.empty_strided(
+                    view.shape, view.stride, dtype=view.dtype, device="meta"
+                ).untyped_storage()
+                size = max(original.untyped_storage().nbytes(), spanned.nbytes() + view.offset * view.dtype.itemsize)
                 storages[view.storage] = torch.empty(size, dtype=torch.uint8).untyped_storage()
                 if original.numel():
                     real = torch.empty(0, dtype=original.dtype)
@@ -167,46 +178,6 @@ def _is_fake(tensor: Any) -> bool:
     return isinstance(tensor, FakeTensor) or (isinstance(tensor, nn.Parameter) and isinstance(tensor.data, FakeTensor))
 
 
-def _freeze(tensor: Tensor) -> Any:
-    return _View.of(tensor) if _is_fake(tensor) else tensor.clone()
-
-
-def _span_bytes(view: _View) -> int:
-    if 0 in view.shape:
-        return 0
-    last = view.offset + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride, strict=True))
-    return (last + 1) * view.dtype.itemsize
-
-
-@contextmanager
-def _fake_parameters(recorder: _Recorder) -> Iterator[None]:
-    """Makes every parameter fake that a module registers within it."""
-    register = nn.Module.register_parameter
-
-    def register_as_fake(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not _is_fake(parameter):
-            parameter = recorder.to_fake(parameter)
-        register(module, name, parameter)
-
-    nn.Module.register_parameter = register_as_fake  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-class DeferredInit(InitialValues):
-    """The initial values of a module's parameters, computed one at a time."""
-
-    def __init__(self, recorder: _Recorder, module: nn.Module):
-        self.recorder = recorder
-        self.views = {name: _View.of(p) for name, p in module.named_parameters(remove_duplicate=False)}
-
-    def value(self, name: str) -> Tensor:
-        """Returns the initial value of a parameter."""
-        return self.recorder.replay(self.views[name], {}).clone()
-
-
 def _copy_prebuilt(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Copies what existed before the constructor ran, such as a module that was given, so that it stays as it is."""
     fakes = [_is_fake(parameter) for parameter in module.parameters()]
@@ -221,17 +192,19 @@ def _copy_prebuilt(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 def build_deferred(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, DeferredInit]:
     """Returns the module with its parameters on the meta device, and their initial values."""
-    recorder = _Recorder(seed)
-    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), _fake_parameters(recorder), recorder:
+    recorder = DeferredInit(seed)
+    make_fake: Any = lambda module, name, parameter: recorder.to_fake(parameter)  # noqa: E731
+    registering = register_module_parameter_registration_hook(make_fake)
+    with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), registering, recorder:
         warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # copy.deepcopy does
         torch.manual_seed(hash_key("module build", seed) & (2**63 - 1))
         module = build()
     module = _copy_prebuilt(module, {})
     for part in module.modules():
         for name, parameter in part._parameters.items():
-            if parameter is not None and not _is_fake(parameter):  # assigned without registering it
-                part._parameters[name] = recorder.to_fake(parameter)
-    deferred = DeferredInit(recorder, module)
+            if parameter is not None:
+                part._parameters[name] = recorder.to_fake(parameter)  # if it was assigned without registering it
+    recorder.views = {name: _View.of(p) for name, p in module.named_parameters(remove_duplicate=False)}
     on_meta: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
@@ -239,4 +212,4 @@ def build_deferred(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module
                 new = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
                 moved = nn.Parameter(new, parameter.requires_grad)
                 part._parameters[name] = on_meta.setdefault(id(parameter), moved)  # tied parameters stay tied
-    return module, deferred
+    return module, recorder

@@ -7,10 +7,11 @@ that carries the stream. Parameters of other stages are zeros without memory.
 """
 
 import copy
-import math
 import re
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import TreeSpec, tree_map_only, tree_unflatten
 
-from shardwise.adapters.anatomy import TRACED_SAMPLES, Anatomy
+from shardwise.adapters.anatomy import Anatomy
 from shardwise.adapters.function_modes import KeepFloat64
 from shardwise.adapters.split_attention import SPLIT, split_sequence
 from shardwise.adapters.task import Task
@@ -32,11 +33,7 @@ SHAPE_ERROR = re.compile(r"must match the size|cannot be multiplied|invalid for 
 
 
 class StageEnd(Exception):
-    """Ends the forward of a stage; `stream` is what the next stage receives."""
-
-    def __init__(self, stream: Tensor):
-        super().__init__("the end of a pipeline stage")
-        self.stream = stream
+    """Ends the forward of a stage; its argument is the stream, which the next stage receives."""
 
 
 class _EndsStage(nn.Module):
@@ -63,10 +60,8 @@ class KeyedDropout(nn.Module):
             return x
         ids, dim = self.chain_state["ids"], self.chain_state.get("sample_dims", {}).get(self.mask.site, 0)
         if dim is None or x.shape[dim] % ids.shape[0] or (self.drops_channels and x.shape[0] != ids.shape[0]):
-            raise LayoutError(
-                f"dropout at {self.mask.site} gets a tensor of shape {tuple(x.shape)} without a dimension of samples, "
-                "so its mask cannot be the same in every layout; use p = 0 there."
-            )
+            what = f"dropout at {self.mask.site} gets a tensor {tuple(x.shape)} without a dimension of samples"
+            raise LayoutError(f"{what}, so its mask cannot be the same in every layout; use p = 0 there.")
         if self.drops_channels:
             channels = self.mask(x.new_ones(ids.shape[0], 1, x.shape[1]), ids)
             return x * channels.reshape(*x.shape[:2], *[1] * (x.dim() - 2))
@@ -90,14 +85,6 @@ def find_sample_dims(shapes: dict[int, dict[str, list[torch.Size]]]) -> dict[str
         for site, sizes in shapes[few].items()
     }  # fmt: skip
     return {site: dims.pop() if len(dims) == 1 else None for site, dims in found.items()}
-
-
-def stream_like(anatomy: Anatomy, samples: int) -> tuple[int, ...]:
-    """Returns the stream's shape for another number of samples than was traced."""
-    assert anatomy.stream is not None
-    shape = list(anatomy.stream.shape)
-    shape[anatomy.stream_dim] = math.ceil(shape[anatomy.stream_dim] * samples / TRACED_SAMPLES)
-    return tuple(shape)
 
 
 class _EveryGradient(torch.autograd.Function):
@@ -196,8 +183,7 @@ class ModuleChain(Chain):
         return stream.clone() if self.anatomy.altered else stream  # a leaf must not be changed in place
 
     def _end_stage(self, *args: Any, **kwargs: Any) -> Any:
-        key = self.anatomy.stream_key
-        raise StageEnd(kwargs[key] if isinstance(key, str) else args[key])
+        raise StageEnd((dict[int | str, Any](enumerate(args)) | kwargs)[self.anatomy.stream_key])
 
     def _replace_stream(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key = self.anatomy.stream_key
@@ -280,7 +266,7 @@ class ModuleChain(Chain):
             if isinstance(module, nn.RNNBase):  # keeps a list of its weights, past casts and placeholders
                 module.register_forward_pre_hook(_refresh_flat_weights)
             if self.task.casts_inputs and dtype.itemsize == 2 and module._parameters and module is not self.root:
-                module.register_forward_pre_hook(_cast_inputs(dtype), with_kwargs=True)
+                module.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
 
     def dispatch_tokens(self, experts: nn.Module, dispatcher: Any) -> None:
         assert self.task.dispatch_tokens is not None, "refused before"
@@ -293,13 +279,14 @@ class ModuleChain(Chain):
 
     def pass_sample_ids(self) -> None:
         """Makes sample ids an argument of the blocks, so that a block recomputed later draws the same dropout masks."""
+
+        def add_ids(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+            return args, {**kwargs, "shardwise_ids": self.state["ids"]}
+
         if any(isinstance(module, KeyedDropout) for module in self.modules()):
             for block in self.blocks():
                 block.forward = _with_ids(block.forward, self.state)
-                block.register_forward_pre_hook(self._add_ids, with_kwargs=True)
-
-    def _add_ids(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        return args, {**kwargs, "shardwise_ids": self.state["ids"]}
+                block.register_forward_pre_hook(add_ids, with_kwargs=True)
 
     def take_metrics(self) -> dict[str, float]:
         sums, self.metric_sums = self.metric_sums, {}
@@ -326,13 +313,14 @@ class ModuleChain(Chain):
                 for name, value in (measured or {}).items():
                     self.metric_sums[name] = self.metric_sums.get(name, 0.0) + value * leaves[0].shape[0]
         except StageEnd as end:
-            return end.stream if dtype is None else end.stream.to(dtype)
+            stream: Tensor = end.args[0]
+            return stream if dtype is None else stream.to(dtype)
         except RuntimeError as error:
             if self.tensor_degree == 1 or type(error) is not RuntimeError or not SHAPE_ERROR.search(str(error)):
                 raise
+            where = f"{self._name_of_failing(error)} ({error})"
             raise LayoutError(
-                f"tensor_plan: shapes do not fit in {self._name_of_failing(error)} ({error}); check its style and "
-                "those of the modules around it."
+                f"tensor_plan: shapes do not fit in {where}; check its style and those around it."
             ) from error
         finally:
             SPLIT.document_ids = None
@@ -347,10 +335,8 @@ class ModuleChain(Chain):
     def _name_of_failing(self, error: BaseException) -> str:
         """Returns the name of the innermost module in whose forward an error was raised."""
         names, name = {id(module): name for name, module in self.root.named_modules()}, ""
-        trace = error.__traceback__
-        while trace is not None:
-            name = names.get(id(trace.tb_frame.f_locals.get("self")), name)
-            trace = trace.tb_next
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            name = names.get(id(frame.f_locals.get("self")), name)
         return name or type(self.root).__name__
 
 
@@ -369,11 +355,8 @@ def _refresh_flat_weights(module: nn.RNNBase, args: Any) -> None:
     module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
 
 
-def _cast_inputs(dtype: torch.dtype) -> Callable[..., Any]:
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.dtype is torch.float32 else tensor
-
-    return lambda module, args, kwargs: tree_map_only(Tensor, cast, (args, kwargs))
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.dtype is torch.float32 else x, (args, kwargs))
 
 
 def replace_dropout(root: nn.Module, seed: int, state: dict[str, Any]) -> None:

@@ -1,8 +1,7 @@
 """The family of modules that are not ours: `model.name = "python:package.module:function"`, and those of a script.
 
-A script makes a `shardwise.Trainer` and calls one of its methods; `python train.py`, `torchrun train.py` and `shardwise
-run train.py` train the same. The process that the user started is the launcher, or under torchrun a rank. A worker that
-the launcher starts runs the script again, up to that call, and takes its task.
+A script makes a `shardwise.Trainer` and calls one of its methods. The process that the user started is the launcher, or
+under torchrun a rank. A worker that the launcher starts runs the script again, up to that call, and takes its task.
 """
 
 import copy
@@ -13,7 +12,7 @@ import runpy
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,7 +26,7 @@ from shardwise.adapters.anatomy import TRACED_SAMPLES, Anatomy, find_anatomy
 from shardwise.adapters.context_check import context_refusal
 from shardwise.adapters.deferred_init import build_deferred
 from shardwise.adapters.function_modes import KeepFloat64
-from shardwise.adapters.module_chain import ModuleChain, find_sample_dims, replace_dropout, stream_like
+from shardwise.adapters.module_chain import ModuleChain, find_sample_dims, replace_dropout
 from shardwise.adapters.split_attention import SPLIT
 from shardwise.adapters.task import DatasetSource, Task, flatten_batch, load_python_task
 from shardwise.adapters.tensor_plan import make_sharding_plan
@@ -36,13 +35,13 @@ from shardwise.models import lora
 from shardwise.models.config import ModelConfig
 from shardwise.models.family import Family
 from shardwise.models.layers import Linear
-from shardwise.models.operator_costs import OperatorCosts, merge_costs
+from shardwise.models.operator_costs import OperatorCosts
+from shardwise.models.registry import family_of
 from shardwise.models.sharding import ShardingPlan
 from shardwise.models.trace import trace_family, trace_module
 
 SCRIPT_PREFIX = "script:"
-SCRIPT_TASKS: dict[str, Task] = {}
-"""The tasks that `shardwise.Trainer` was given in this process, by model name."""
+SCRIPT_TASKS: dict[str, Task] = {}  # those that `shardwise.Trainer` was given in this process, by model name
 _ANATOMIES: dict[Any, tuple[Anatomy, dict[str, int | None]]] = {}
 """By config: the module's anatomy, and which dimension is the samples in each dropout."""
 
@@ -54,19 +53,14 @@ class ModuleConfig(ModelConfig):
     passes_batch: ClassVar[bool] = True
     is_recomputable_elsewhere = False
     name: str = "python:"
-    args: dict[str, Any] = {}
-    """Keyword arguments of the function that builds the module."""
-    trunk: str = ""
-    """Name of the list of blocks, such as `model.layers`; empty: it is found."""
+    args: dict[str, Any] = {}  # Keyword arguments of the function that builds the module
+    trunk: str = ""  # Name of the list of blocks, such as `model.layers`; empty: it is found
     tensor_plan: dict[str, str] = {}
     """Tensor parallelism by pattern of module names: `"layers.*.q_proj" = "colwise"`. Styles: colwise, rowwise,
     colwise_gather (the output is gathered), vocab (an embedding); modules without a style stay whole."""
-    sequence: int = Field(256, ge=1, le=10**7)
-    """Tokens per sample, if the samples come from the `[data]` section."""
-    vocab: int = Field(256, ge=2, le=10**7)
-    """Number of token ids, if the samples come from the `[data]` section."""
-    blocks: int = Field(0, ge=0)
-    """Keep only the first blocks of the trunk, as `verify --shrink` does; 0: all."""
+    sequence: int = Field(256, ge=1, le=10**7)  # Tokens per sample, if the samples come from the `[data]` section
+    vocab: int = Field(256, ge=2, le=10**7)  # Number of token ids, if the samples come from the `[data]` section
+    blocks: int = Field(0, ge=0)  # Keep only the first blocks of the trunk, as `verify --shrink` does; 0: all
 
     def __hash__(self) -> int:
         return hash(json.dumps(self.model_dump(), sort_keys=True, default=str))
@@ -80,7 +74,7 @@ class ModuleConfig(ModelConfig):
         return "tokens" if self.task.reads_tokens else "batch"
 
     @property
-    def counts_samples(self) -> bool:
+    def counts_samples(self) -> bool:  # type: ignore[override]
         return self.task.count is None
 
     @property
@@ -90,10 +84,6 @@ class ModuleConfig(ModelConfig):
     @property
     def length(self) -> int:
         return self.sequence_length if self.task.reads_tokens else self.task.sequence_length
-
-    @property
-    def reports_routing(self) -> bool:
-        return False
 
     @property
     def heads(self) -> int:
@@ -138,8 +128,7 @@ class ModuleFamily(Family):
     )  # fmt: skip
 
     def task(self, config: Any) -> Task:
-        task: Task = config.task
-        return task
+        return config.task  # type: ignore[no-any-return]
 
     def build(self, config: Any, seed: int) -> ModuleChain:
         task = self.task(config)
@@ -209,10 +198,10 @@ class ModuleFamily(Family):
         if anatomy.crossing:
             refused["pipeline"] = f"{anatomy.crossing}."
         if anatomy.second_path:
-            refused["split_backward"] = (
-                f"{anatomy.second_path} uses weights on an input other than the blocks' output, so PyTorch cannot "
-                "split its backward; use schedule=1f1b or interleaved."
+            why = (
+                f"{anatomy.second_path} uses weights on an input other than the blocks' output, so PyTorch cannot split"
             )
+            refused["split_backward"] = f"{why} its backward; use schedule=1f1b or interleaved."
         if not plan.shard_dims:
             refused["tensor"] = "the model has no tensor-parallel plan; set plan= or [model.tensor_plan]."
         if anatomy.changes_input:
@@ -224,10 +213,10 @@ class ModuleFamily(Family):
         if buffer := chain.unsynchronized_buffer:
             reason = f"the forward updates buffer {buffer}, which each rank would do independently; use one process."
             refused |= dict.fromkeys(("replicate", "shard", "pipeline", "tensor", "recompute"), reason)
-        if anatomy.random_modules:
+        if anatomy.random_module:
+            what = f"{anatomy.random_module} draws random numbers in its forward (functional dropout, for example)"
             raise JobError(
-                f"{anatomy.random_modules[0]} draws random numbers in its forward (functional dropout, for example), "
-                "which would differ between layouts; use nn.Dropout there, or set its probability to 0."
+                f"{what}, which would differ between layouts; use nn.Dropout there, or set its probability to 0."
             )
         return refused
 
@@ -273,11 +262,14 @@ class ModuleFamily(Family):
 
     def stage_shapes(self, config: Any, layout: Any, samples: int) -> tuple[Tensor, tuple[int, ...]]:
         first = self.example_batch(config, samples, torch.float32)["x"]
-        stream = stream_like(meta_chain(config).anatomy, samples)
+        anatomy = meta_chain(config).anatomy
+        assert anatomy.stream is not None
+        stream = list(anatomy.stream.shape)
+        stream[anatomy.stream_dim] = -(-stream[anatomy.stream_dim] * samples // TRACED_SAMPLES)
         if layout.context > 1:
             first = first[:, : config.length // layout.context]
-            stream = stream[0], stream[1] // layout.context, *stream[2:]
-        return first, stream
+            stream[1] //= layout.context
+        return first, tuple(stream)
 
     def build_reference(self, config: Any, seed: int, dtype: torch.dtype) -> nn.Module:
         """Returns the module as its author wrote it, on the CPU, with the weights that every layout starts from."""
@@ -314,10 +306,8 @@ class ModuleFamily(Family):
             return " Do positions come from shardwise.positions, and does nothing but attention mix them?"
         if kind != "loss" or self.task(config).count is not None:
             return ""
-        return (
-            " If the loss is a mean over targets of which some are masked, samples count differently: return the sum, "
-            "and give `count`, the number of targets in a batch."
-        )
+        remedy = "return the sum, and give `count`, the number of targets in a batch"
+        return f" If some targets are masked, samples count differently: {remedy}."
 
     def sources(self, config: Any) -> Any:
         task = self.task(config)
@@ -335,8 +325,6 @@ def _block_linears(module: nn.Module, anatomy: Anatomy) -> list[nn.Linear]:
 @lru_cache(maxsize=8)
 def check_context(config: Any) -> tuple[str, int]:
     """Returns why sequences cannot be split, empty if they can, and the number of heads of `shardwise.attention`."""
-    from shardwise.models.registry import family_of
-
     family: Any = family_of(config)
     SPLIT.heads = 1
     return family.context_refusal(config), SPLIT.heads
@@ -345,10 +333,7 @@ def check_context(config: Any) -> tuple[str, int]:
 @lru_cache(maxsize=4)
 def meta_chain(config: Any) -> ModuleChain:
     """Returns the module on the meta device as the engine will get it; nobody may change it."""
-    from shardwise.models.registry import family_of
-
-    chain: Any = family_of(config).build_on_meta(config)
-    return chain
+    return family_of(config).build_on_meta(config)  # type: ignore[return-value]
 
 
 def _on_tensor_rank(costs: OperatorCosts, tensor: int) -> OperatorCosts:
@@ -373,15 +358,18 @@ def _ordered(chain: ModuleChain, found: tuple[OperatorCosts, ...]) -> tuple[Oper
             used = [parts for name, parts in anatomy.parts_of.items() if name.startswith(f"{costs.name}.")]
             is_after = not costs.name or any(len(anatomy.blocks) + 1 in parts for parts in used)
             ends[is_after].append(costs)
-    first, last = (merge_costs("ends", end, sum(costs.output_bytes for costs in end)) for end in ends)
-    return first, *blocks, last
+    keys = [field.name for field in fields(OperatorCosts) if field.name != "name"]
+
+    def merged(parts: list[OperatorCosts]) -> OperatorCosts:
+        starts: dict[str, Any] = {"products": (), "attention": ()}
+        return OperatorCosts(name="ends", **{k: sum((getattr(p, k) for p in parts), starts.get(k, 0)) for k in keys})
+
+    return merged(ends[False]), *blocks, merged(ends[True])
 
 
 class TaskReached(BaseException):
     """Ends a script that is run for its task only; not an Exception, so that a script does not catch it."""
 
-
-class _Collector:
     wanted = ""  # the name of the task for which this process runs a script; empty: it runs for its own sake
 
 
@@ -390,7 +378,7 @@ def register_task(task: Task) -> tuple[str, list[str]]:
     script = getattr(sys.modules["__main__"], "__file__", None) or sys.argv[0]
     if not script or not Path(script).is_file():
         raise JobError("a Trainer needs a script file, which every process of the run executes; save this as a file.")
-    path = os.path.abspath(script if not _Collector.wanted else _path_of(_Collector.wanted))
+    path = os.path.abspath(script if not TaskReached.wanted else _path_of(TaskReached.wanted))
     number = sum(name.partition("#")[0] == f"{SCRIPT_PREFIX}{path}" for name in SCRIPT_TASKS)
     name = f"{SCRIPT_PREFIX}{path}" + (f"#{number + 1}" if number else "")
     SCRIPT_TASKS[name] = task
@@ -399,7 +387,7 @@ def register_task(task: Task) -> tuple[str, list[str]]:
 
 def stop_if_collecting() -> None:
     """Called by whatever would start a run."""
-    if _Collector.wanted in SCRIPT_TASKS:
+    if TaskReached.wanted in SCRIPT_TASKS:
         raise TaskReached
 
 
@@ -415,14 +403,14 @@ def load_script_task(name: str, args: dict[str, Any]) -> Task:
             raise JobError(f"the run was started by the script {path}, which does not exist any more.")
         before, sys.argv = sys.argv, [path, *map(str, args.get("argv", []))]
         sys.path.insert(0, str(Path(path).parent))
-        _Collector.wanted = name
+        TaskReached.wanted = name
         try:
             with redirect_stdout(io.StringIO()):  # the launcher has printed it
                 runpy.run_path(path, run_name="__main__")
         except (TaskReached, SystemExit):
             pass
         finally:
-            _Collector.wanted, sys.argv = "", before
+            TaskReached.wanted, sys.argv = "", before
     if name not in SCRIPT_TASKS:
         raise JobError(f"the script {_path_of(name)} ended without making the shardwise.Trainer of this run.")
     return SCRIPT_TASKS[name]

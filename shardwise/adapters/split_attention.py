@@ -21,15 +21,12 @@ class SplitSequence:
     """How the sequence is split in this process; without an axis, it is not."""
 
     axis: Axis | None = None
-    all_positions: Tensor | None = None
-    """The positions of all ranks, in the order in which their keys are gathered."""
+    all_positions: Tensor | None = None  # the positions of all ranks, in the order in which their keys are gathered
     attention_fn: Callable[..., Tensor] | None = None
     document_ids: Tensor | None = None
     """The document of each token of the whole sequence (B, S), in a forward whose samples hold several."""
-    calls: int = 0
-    """How often our attention was called."""
-    heads: int = 1
-    """Number of heads in the last call."""
+    calls: int = 0  # how often our attention was called
+    heads: int = 1  # number of heads in the last call
 
     @property
     def local_positions(self) -> Tensor | None:

@@ -54,17 +54,13 @@ class Task:
 
     model: Callable[[], nn.Module] | nn.Module
     """A class or function that builds the module, or a module, whose weights are then kept."""
-    loss: Callable[..., Tensor] | None = None
-    """From output and target to a scalar. None: the forward returns the loss."""
+    loss: Callable[..., Tensor] | None = None  # From output and target to a scalar. None: the forward returns the loss
     data: Any = None
     """A dataset: map-style, or iterable with `state_dict` and `load_state_dict`. None: the samples of the job's
     `[data]` section, as input_ids and labels; labels are the next tokens, -100 is ignored."""
-    validation: Any = None
-    """A map-style dataset of held-out samples."""
-    collate: Callable[[list[Any]], Any] | None = None
-    """From a list of samples to a batch; None: PyTorch's default."""
-    count: Callable[[Any], Any] | None = None
-    """From a batch to its number of targets; the loss is then a sum over them."""
+    validation: Any = None  # A map-style dataset of held-out samples
+    collate: Callable[[list[Any]], Any] | None = None  # From a list of samples to a batch; None: PyTorch's default
+    count: Callable[[Any], Any] | None = None  # From a batch to its number of targets; the loss is then a sum over them
     inputs: Callable[[Any], Any] | None = None
     """From a batch to the arguments of the forward: a dict, a tuple or a single one."""
     example_batch: Callable[[int], Any] | None = None
@@ -85,8 +81,7 @@ class Task:
     """Called with the module if context > 1, to make it attend through `shardwise.attention`."""
     dispatch_tokens: Callable[[nn.Module, Any], None] | None = None
     """Called with each module that stacks experts and a `TokenDispatcher`, if expert > 1."""
-    trunk: str = ""
-    """Name of the list of blocks, if it is not found or another one is wanted."""
+    trunk: str = ""  # Name of the list of blocks, if it is not found or another one is wanted
     plan: Mapping[str, str] = field(default_factory=dict)
     """Tensor parallelism by pattern of module names: colwise, rowwise, ..."""
 
@@ -130,10 +125,8 @@ class Task:
             return (self.collate or torch.utils.data.default_collate)(rows)
         except Exception as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-            raise DataError(
-                f"{len(rows)} samples cannot be collated: {reason}. Give samples of one shape, or a `collate` that "
-                "pads them."
-            ) from error
+            remedy = "Give samples of one shape, or a `collate` that pads them."
+            raise DataError(f"{len(rows)} samples cannot be collated: {reason}. {remedy}") from error
 
     def call(self, module: nn.Module, batch: Any, measured: dict[str, float] | None = None) -> Tensor:
         """Runs the forward and the loss; returns the loss as its author defined it. Puts metrics into `measured`."""
@@ -156,9 +149,8 @@ class Task:
             parameters = inspect.signature(module.forward).parameters
             takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
             return (), {key: value for key, value in batch.items() if takes_all or key in parameters}
-        if isinstance(batch, tuple | list) and len(batch) > 1:
-            return tuple(batch[:-1] if self.loss is not None else batch), {}
-        return _as_tuple(batch), {}
+        rows = _as_tuple(batch)
+        return rows[:-1] if self.loss is not None and len(rows) > 1 else rows, {}
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
@@ -172,10 +164,8 @@ def _own_loss(output: Any) -> Any:
     if found is None and isinstance(output, tuple | list):
         losses = [value for value in output if isinstance(value, Tensor) and value.numel() == 1 and value.requires_grad]
         if len(losses) > 1:
-            raise JobError(
-                f"the forward returns {len(losses)} losses, but a job has one loss and one optimizer. Return their "
-                "sum, or train with a loop of your own if each needs an optimizer, as in a GAN."
-            )
+            what = f"the forward returns {len(losses)} losses, but a job has one loss and one optimizer"
+            raise JobError(f"{what}; return their sum, or train with a loop of your own if each needs an optimizer.")
         found = output[0]
     if found is None:
         raise JobError("the forward returns no loss; give one with `loss`, or return a scalar or an object with .loss.")
@@ -184,13 +174,11 @@ def _own_loss(output: Any) -> Any:
 
 class NumberedStream:
     """An iterable dataset with a state, read by index in its own order; where it ends, it starts anew.
-
     Every rank iterates over the whole dataset and keeps its own samples, so the layout changes nothing."""
 
     def __init__(self, dataset: Any):
         self.dataset, self.iterator, self.next_index = dataset, iter(()), 0
-        self.states = {0: copy.deepcopy(dataset.state_dict())}
-        """By index of the next sample: the dataset's state."""
+        self.states = {0: copy.deepcopy(dataset.state_dict())}  # by index of the next sample: the dataset's state
 
     def __len__(self) -> int:
         return 2**40  # unknown
@@ -234,11 +222,8 @@ def indexed(dataset: Any) -> Any:
         return dataset
     if all(hasattr(dataset, name) for name in ("__iter__", "state_dict", "load_state_dict")):
         return NumberedStream(dataset)
-    raise JobError(
-        f"the dataset {type(dataset).__name__} has no length or cannot be indexed; samples are read by index, so that "
-        "every layout and every restart reads the same: give it __len__ and __getitem__, or, if it is a stream, "
-        "state_dict and load_state_dict."
-    )
+    what = f"the dataset {type(dataset).__name__} has no length or cannot be indexed; samples are read by index"
+    raise JobError(f"{what}: give it __len__ and __getitem__, or, for a stream, state_dict and load_state_dict.")
 
 
 def flatten_batch(batch: Any, samples: int) -> tuple[list[Tensor], TreeSpec]:
@@ -246,14 +231,11 @@ def flatten_batch(batch: Any, samples: int) -> tuple[list[Tensor], TreeSpec]:
     leaves, spec = tree_flatten(batch)
     for leaf in leaves:
         if not isinstance(leaf, Tensor):
-            raise JobError(
-                f"a batch must hold tensors only, but it has a {type(leaf).__name__}; convert or drop it in `collate`."
-            )
+            kind = type(leaf).__name__
+            raise JobError(f"a batch must hold tensors only, but it has a {kind}; convert or drop it in `collate`.")
         if leaf.dim() == 0 or leaf.shape[0] != samples:
-            raise JobError(
-                f"a batch of {samples} samples has a tensor of shape {tuple(leaf.shape)}; its first dimension must be "
-                "the samples, so that a batch can be split."
-            )
+            what = f"a batch of {samples} samples has a tensor of shape {tuple(leaf.shape)}"
+            raise JobError(f"{what}; its first dimension must be the samples, so that a batch can be split.")
     if not leaves:
         raise JobError("a batch has no tensors; return tensors from the dataset or from `collate`.")
     return leaves, spec
@@ -264,25 +246,23 @@ def load_python_task(name: str, args: Mapping[str, Any]) -> Task:
     module_name, colon, function_name = name.partition(":")
     if not colon or not module_name or not function_name:
         raise JobError(f'model.name = "python:{name}" must name a function: "python:package.module:function".')
-    folder = os.getcwd()
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise JobError(f'model.name = "python:{name}" cannot be loaded: {error}.') from error
-    if isinstance(function, type) and issubclass(function, nn.Module):
-        return Task(lambda: function(**args))
-    try:
-        inspect.signature(function).bind(**args)
-    except TypeError as error:
-        raise JobError(f"[model.args] do not fit {name}: {error}.") from error
-    built = function(**args)
-    if isinstance(built, Task):
-        return built
-    if isinstance(built, nn.Module):
-        return Task(lambda: function(**args))
-    raise JobError(f"{name} must return an nn.Module or a shardwise.Task, not {type(built).__name__}.")
+    if not (isinstance(function, type) and issubclass(function, nn.Module)):
+        try:
+            inspect.signature(function).bind(**args)
+        except TypeError as error:
+            raise JobError(f"[model.args] do not fit {name}: {error}.") from error
+        built = function(**args)
+        if isinstance(built, Task):
+            return built
+        if not isinstance(built, nn.Module):
+            raise JobError(f"{name} must return an nn.Module or a shardwise.Task, not {type(built).__name__}.")
+    return Task(lambda: function(**args))
 
 
 class DatasetSource:

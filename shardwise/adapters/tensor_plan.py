@@ -6,13 +6,13 @@
     colwise_gather  output features are split, and gathered: a head whose logits are needed in full
     vocab           the rows of an embedding are split; the ranks' lookups are all-reduced
 
-Every other weight is whole on every rank. Each rank computes the whole loss and counts it once over all ranks; the
-gradients of whole weights are summed over the ranks, as for our own families, so norms inside of split heads need no
-style of their own.
+Every other weight is whole on every rank. Each rank computes the whole loss, which counts once; gradients of whole
+weights are summed over the ranks, so norms inside of split heads need no style of their own.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -22,7 +22,11 @@ from shardwise.errors import JobError, suggest
 from shardwise.files import parse_toml
 from shardwise.models import sharding
 
-STYLES = ("colwise", "rowwise", "rowwise_split", "colwise_gather", "vocab")
+RULES: dict[str, Callable[[str], sharding.ModuleRule]] = {
+    "rowwise": sharding.AllReduceOutput, "rowwise_split": partial(sharding.AllReduceOutput, splits_input=True),
+    "colwise_gather": sharding.GatherOutput, "vocab": sharding.VocabLookup,
+}  # fmt: skip
+STYLES = ("colwise", *RULES)
 
 NAMES = parse_toml((Path(__file__).parent / "names.toml").read_text(encoding="utf-8"))
 """What layers and config fields are called in models that are not ours."""
@@ -49,13 +53,12 @@ def make_sharding_plan(
     module: nn.Module, anatomy: Anatomy, styles: Mapping[str, str], head_dim: int = 1, is_hint: bool = False
 ) -> sharding.ShardingPlan:
     """Returns the plan of a module: what is split over the tensor axis, what is tied, what `verify` compares.
-
     The features of a head stay together. A hint may name modules that this model does not have."""
     for pattern, style in styles.items():
         if style not in STYLES:
             raise JobError(f"tensor_plan: {pattern!r} has the unknown style {style!r}; {suggest(style, STYLES)}")
     shard_dims: list[sharding.ShardDim] = []
-    rules: list[sharding.AllReduceOutput | sharding.GatherOutput | sharding.VocabLookup] = []
+    rules: list[sharding.ModuleRule] = []
     for pattern, style in styles.items():
         found = [(name, part) for name, part in module.named_modules() if fnmatchcase(name, pattern)]
         found = [(name, part) for name, part in found if name.count(".") == pattern.count(".")]
@@ -67,20 +70,14 @@ def make_sharding_plan(
         for name, part in found:
             kind = nn.Embedding if style == "vocab" else nn.Linear
             if not isinstance(part, kind):
-                raise JobError(
-                    f"tensor_plan: {name} is a {type(part).__name__}, but {style!r} splits an nn.{kind.__name__}."
-                )
+                found_kind = type(part).__name__
+                raise JobError(f"tensor_plan: {name} is a {found_kind}, but {style!r} splits an nn.{kind.__name__}.")
             unit = head_dim if name.rpartition(".")[2] in HEAD_NAMES else 1
             if style in ("colwise", "colwise_gather"):
                 shard_dims.append(sharding.Colwise(f"{name}.*", unit=unit if style == "colwise" else 1))
-            if style in ("rowwise", "rowwise_split"):
-                shard_dims.append(sharding.Rowwise(f"{name}.weight"))
-                rules.append(sharding.AllReduceOutput(name, splits_input=style == "rowwise_split"))
-            elif style == "colwise_gather":
-                rules.append(sharding.GatherOutput(name))
-            elif style == "vocab":
-                shard_dims.append(sharding.Rowwise(f"{name}.weight", dim=0))
-                rules.append(sharding.VocabLookup(name))
+            else:
+                shard_dims.append(sharding.Rowwise(f"{name}.weight", dim=0 if style == "vocab" else 1))
+            rules += [RULES[style](name)] if style in RULES else []
     canonical = {id(parameter): name for name, parameter in module.named_parameters()}
     ties = tuple(
         (name, canonical[id(parameter)]) for name, parameter in module.named_parameters(remove_duplicate=False)

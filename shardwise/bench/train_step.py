@@ -67,9 +67,7 @@ class StepReport:
 
     def text(self) -> str:
         flags = [flag for flag, is_set in (("compiled", self.compiled), ("CUDA graph", self.uses_cuda_graph)) if is_set]
-        mfu = "MFU unknown (no peak FLOP/s for this device)"
-        if self.peak_flops_per_second:
-            mfu = f"{100 * self.mfu:.0f}% MFU"
+        mfu = f"{100 * self.mfu:.0f}% MFU" if self.mfu else "MFU unknown (no peak FLOP/s for this device)"
         memory = f"; peak memory {self.peak_memory_gib:.1f} GiB" if self.peak_memory_gib else ""
         lines = [
             ", ".join([self.device, f"layout '{self.layout}'", *flags]),
@@ -83,7 +81,6 @@ class StepReport:
 
 
 def bench_step(job: Job, device: torch.device, steps: int = 10, warmup_steps: int = WARMUP_STEPS) -> StepReport:
-    """Benchmarks a job on one device, after `warmup_steps` steps."""
     layout = Layout() if job.layout == "auto" else Layout.parse(job.layout)
     if layout.world > 1:
         raise LayoutError(f"layout '{layout}': `bench step` runs on one device; remove the layout from the job.")
@@ -103,8 +100,7 @@ def bench_step(job: Job, device: torch.device, steps: int = 10, warmup_steps: in
     step_fn = make_step_fn(engine, optimizer, job.optimizer.clip, compiled, warmup_steps=0)
     for _ in range(2):
         step_fn(next(batches))
-    time_steps = _time_steps_cuda if device.type == "cuda" else _time_steps_cpu
-    times = time_steps(step_fn, list(batches))
+    times = _time_steps(step_fn, list(batches), device.type == "cuda")
     peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0
     median = statistics.median(times)
     quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else [median] * 3
@@ -120,23 +116,21 @@ def bench_step(job: Job, device: torch.device, steps: int = 10, warmup_steps: in
     )  # fmt: skip
 
 
-def _time_steps_cuda(step_fn: Callable[[Samples], Any], batches: list[Samples]) -> list[float]:
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(len(batches) + 1)]
-    events[0].record()
-    for batch, event in zip(batches, events[1:], strict=True):
-        step_fn(batch)
+def _time_steps(step_fn: Callable[[Samples], Any], batches: list[Samples], on_gpu: bool) -> list[float]:
+    def now() -> Any:
+        if not on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) / 1e3 for a, b in zip(events, events[1:])]
+        return event
 
-
-def _time_steps_cpu(step_fn: Callable[[Samples], Any], batches: list[Samples]) -> list[float]:
-    times = []
+    times = [now()]
     for batch in batches:
-        begin = time.perf_counter()
         step_fn(batch)
-        times.append(time.perf_counter() - begin)
-    return times
+        times.append(now())
+    if on_gpu:
+        torch.cuda.synchronize()
+    return [a.elapsed_time(b) / 1e3 if on_gpu else b - a for a, b in zip(times, times[1:])]
 
 
 def _profile_step(engine: Engine, step_fn: Callable[[], Any], device: torch.device) -> dict[str, float]:
@@ -161,14 +155,12 @@ def _profile_step(engine: Engine, step_fn: Callable[[], Any], device: torch.devi
 
 
 def classify_kernel(kernel: str) -> str:
-    """Returns the kind of a kernel, judging by its name."""
     kinds = (kind for kind, pattern in KERNEL_PATTERNS.items() if re.search(pattern, kernel, re.IGNORECASE))
     return next(kinds, "elementwise")
 
 
 @contextmanager
 def _annotate_head(engine: Engine) -> Iterator[None]:
-    """Annotates the head's forward for the profiler."""
     modules = [module for chain in engine.chains for module in chain.modules()]
     heads = [module for module in modules if isinstance(module, gpt.DecoderHead | bert.BertHead)]
     for head in heads:

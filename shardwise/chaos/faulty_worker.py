@@ -191,7 +191,7 @@ def corrupt_snapshots(folder: Path, rank: int) -> None:
             file.write(bytes([byte ^ 64]))  # one bit differs
 
 
-def main(arguments: list[str], injector: type[FaultInjector] = FaultInjector) -> None:
+def main(arguments: list[str], injector: type[FaultInjector] = FaultInjector, **options: Any) -> None:
     """The entry point of a worker: trains like `shardwise.launch.worker`, with this rank's faults injected."""
     run, rank = Path(arguments[0]), int(os.environ["RANK"])
     triggered = trigger_times(run)
@@ -204,4 +204,4 @@ def main(arguments: list[str], injector: type[FaultInjector] = FaultInjector) ->
         original_run(trainer)
 
     TrainingLoop.run = run_with_faults  # type: ignore[assignment, method-assign]
-    worker.main(arguments)
+    worker.main(arguments, **options)

@@ -11,8 +11,7 @@ from shardwise.chaos.faulty_worker import PHASES, Fault, inject_faults, samples_
 from shardwise.console import align_columns, pluralize
 from shardwise.errors import JobError
 from shardwise.job import Job, load_job
-from shardwise.launch.launch import launch
-from shardwise.launch.start import Say
+from shardwise.launch.start import Say, launch
 from shardwise.layout import Layout
 from shardwise.parallel.prepare import prepare
 from shardwise.train.local_machine import require_memory
@@ -29,8 +28,6 @@ FAILURE_EVENTS = ("killed", "suspended", "hung", "failed", "rollback", "corrupti
 
 @dataclass(frozen=True)
 class FaultOutcome:
-    """How one fault was detected."""
-
     fault: Fault
     detected_as: str  # the event that reports it; "masked": another fault ended the same attempt; empty: not detected
     seconds: float  # seconds from the fault to the event

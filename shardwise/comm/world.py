@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm import host_staged
-from shardwise.comm.objects import forbid_pickles
+from shardwise.comm.collectives import forbid_pickles
 from shardwise.errors import RunError, ShardwiseError
 
 
@@ -120,14 +120,9 @@ def _collect_results(workers: list[Any], timeout: float, folder: Path) -> list[A
         raise payload if isinstance(payload, ShardwiseError) else RunError(str(payload))
     if pending:
         unfinished = sorted(pending.values())
-        dumps = {rank: _dump_stack(workers[rank].pid, folder / f"stack{rank}") for rank in unfinished}
-        stacks = "\n".join(f"rank {rank}:\n{dump}" for rank, dump in dumps.items())
+        for rank in unfinished:
+            os.kill(workers[rank].pid, signal.SIGUSR1)  # it dumps its stack
+        time.sleep(0.3)
+        stacks = "\n".join(f"rank {rank}:\n{(folder / f'stack{rank}').read_text()}" for rank in unfinished)
         raise RunError(f"ranks {unfinished} did not finish within {timeout:.0f} s.\n{stacks}")
     return [results[rank] for rank in range(len(workers))]
-
-
-def _dump_stack(pid: int, file: Path) -> str:
-    """Returns the stack traces of a process that has timed out."""
-    os.kill(pid, signal.SIGUSR1)
-    time.sleep(0.3)
-    return file.read_text()

@@ -12,7 +12,8 @@ stored as -1 - t; document ids are made of that on the device (`Samples.with_pac
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -66,20 +67,28 @@ def _parse_message(message: dict[str, Any], number: int) -> dict[str, Any]:
     return {**message, "role": role, "content": content}
 
 
+def read_conversations(
+    files: Sequence[DataFile], bad_records: BadRecords, use: Callable[[Messages, Any], Any]
+) -> Iterator[tuple[str, Any]]:
+    """Yields where each conversation stands, and what `use` makes of its messages and tools."""
+    for file in files:
+        with file.open() as lines:
+            for number, line in enumerate(lines, start=1):
+                where = f"{file.path}, line {number}"
+                try:
+                    if line.strip():
+                        yield where, use(*parse_conversation(parse_object(line)))
+                except DataError as error:
+                    bad_records.report(DataError(f"{where}: {error}"))
+
+
 def read_samples(
     data: DataConfig, files: Sequence[DataFile], template: ChatTemplate, bad_records: BadRecords
 ) -> Iterator[tuple[str, str, list[Span]]]:
     """Yields where each sample stands, its text, and which parts of that count towards the loss."""
-    for file in files:
-        with file.open() as lines:
-            for number, line in enumerate(lines, start=1):
-                where, samples = f"{file.path}, line {number}", list[tuple[str, list[Span]]]()
-                try:
-                    if line.strip():
-                        samples = template.mark(*parse_conversation(parse_object(line)), data.train_on)
-                except DataError as error:
-                    bad_records.report(DataError(f"{where}: {error}"))
-                yield from ((where, text, spans) for text, spans in samples)
+    mark = partial(template.mark, train_on=data.train_on)
+    for where, samples in read_conversations(files, bad_records, mark):
+        yield from ((where, text, spans) for text, spans in samples)
 
 
 def encode_chats(
@@ -125,9 +134,8 @@ def open_chats(folder: Path, length: int, truncate: str) -> tuple[TokenFile, np.
         is_kept[number] = (tokens.read(starts[number] + 1, stops[number]) % 2).any()
     cut, dropped = int((is_long & is_kept).sum()), int((~is_kept).sum())
     why = "longer than" if truncate == "drop" else "with nothing that counts within"
-    changes = f", {cut} cut at the {truncate}" * bool(cut) + f", {dropped} dropped ({why} {length + 1} tokens)" * bool(
-        dropped
-    )
+    changes = f", {cut} cut at the {truncate}" if cut else ""
+    changes += f", {dropped} dropped ({why} {length + 1} tokens)" if dropped else ""
     summary = f"{pluralize(len(sizes), 'conversation')} of {int(sizes.sum()):,} tokens{changes}"
     if not is_kept.any():
         raise DataError(f"no conversation is left of {summary}; use a longer model.sequence.")
@@ -160,6 +168,9 @@ class ChatRows(CountedSource):
             place = end
         is_first[place : place + 1] = True  # of the padding
         return tokens, targets, is_first
+
+    def read_sample(self, index: int) -> np.ndarray:
+        return self.read_row(index)[0]
 
     def samples(self, indices: np.ndarray, positions: np.ndarray) -> Samples:
         tokens, targets, is_first = map(np.stack, zip(*map(self.read_row, indices.tolist()), strict=True))

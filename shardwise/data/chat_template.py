@@ -109,11 +109,9 @@ class ChatTemplate:
         parts = [(self.render(messages[:number], tools, True)[0], until) for number, until in zip(turns, untils)]
         for number, (before, until) in zip(turns, parts):
             if not until.startswith(before):
-                raise DataError(
-                    f"the chat template {self.name} does not begin message {number + 1}, the assistant's, with its "
-                    "generation prompt, so what counts cannot be told; set data.chat_template to a copy of it with "
-                    "{% generation %} blocks."
-                )
+                problem = f"the chat template {self.name} begins message {number + 1} without its generation prompt"
+                remedy = "set data.chat_template to a copy of it with {% generation %} blocks"
+                raise DataError(f"{problem}, so what counts cannot be told; {remedy}.")
         if all(text.startswith(until) for _, until in parts):
             return [(text, [(len(before), len(until)) for before, until in parts])]
         return [(until, [(len(before), len(until))]) for before, until in parts]
@@ -124,8 +122,7 @@ class ChatTemplate:
 
 
 def load_template(name: str, tokenizer: str, has_chatml_tokens: bool) -> ChatTemplate:
-    """Returns the template in the file `name`, or else that of the tokenizer's folder, or else ChatML if the tokenizer
-    has its tokens."""
+    """Returns the template in the file `name`, else that of the tokenizer's folder, else ChatML if its tokens exist."""
     folder = Path(tokenizer).expanduser()
     folder = folder if folder.is_dir() else folder.parent
     path = Path(name).expanduser() if name else folder / "chat_template.jinja"
@@ -146,8 +143,6 @@ def load_template(name: str, tokenizer: str, has_chatml_tokens: bool) -> ChatTem
     if isinstance(found, str):
         return ChatTemplate(found, str(path if path.is_file() else config_path), tokens)
     if not has_chatml_tokens:
-        raise DataError(
-            f"data.tokenizer = {tokenizer!r} has no chat template, nor the tokens {' and '.join(CHATML_TOKENS)} of the "
-            "default one; set data.chat_template to a Jinja file."
-        )
+        missing = f"has no chat template, nor the tokens {' and '.join(CHATML_TOKENS)} of the default one"
+        raise DataError(f"data.tokenizer = {tokenizer!r} {missing}; set data.chat_template to a Jinja file.")
     return ChatTemplate(CHATML, "ChatML", tokens)

@@ -200,10 +200,8 @@ def parse_criteo_row(line: bytes, path: Path, line_number: int, model: DLRMConfi
     where = f"{path}, row {line_number}"
     fields = line.rstrip(b"\r").decode("utf-8", "replace").split("\t")
     if len(fields) != (num_fields := 1 + NUM_DENSE_FEATURES + NUM_SPARSE_FEATURES):
-        raise DataError(
-            f"{where}: it has {len(fields)} fields, but a Criteo row has {num_fields}, separated by tabs: label, "
-            f"{NUM_DENSE_FEATURES} integer features, {NUM_SPARSE_FEATURES} categorical features."
-        )
+        form = "label, 13 integer features, 26 categorical features, separated by tabs"
+        raise DataError(f"{where}: it has {len(fields)} fields, but a Criteo row has {num_fields}: {form}.")
     if fields[0] not in ("0", "1"):
         raise DataError(f"{where}, field 1 (label): {fields[0]!r} is neither 0 nor 1.")
     dense_features = np.zeros(NUM_DENSE_FEATURES)

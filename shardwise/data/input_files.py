@@ -80,10 +80,8 @@ class DataRecord:
     """What a run reads. A new run fills it in; a later start reads no more than it says."""
 
     files: dict[str, DataFile] = field(default_factory=dict)
-    samples: tuple[int, ...] = ()
-    """Number of samples for training and for validation."""
-    tokenizer: str = ""
-    """Hash of the run's own tokenizer; empty if it has none."""
+    samples: tuple[int, ...] = ()  # number of samples for training and for validation
+    tokenizer: str = ""  # hash of the run's own tokenizer; empty if it has none
     is_new: bool = True
 
     @classmethod
@@ -126,10 +124,9 @@ class DataRecord:
         changes = self.changes(compare_times, samples)
         if changes and not self.is_new:
             more = f"; and {len(changes) - MAX_SHOWN} more" if len(changes) > MAX_SHOWN else ""
-            raise DataError(
-                f"the data has changed since the run began: {'; '.join(changes[:MAX_SHOWN])}{more}. Restore it, or "
-                f"continue with the changed data: shardwise train --resume {run} --accept-data-change."
-            )
+            remedy = f"Restore it, or continue with it: shardwise train --resume {run} --accept-data-change."
+            shown = "; ".join(changes[:MAX_SHOWN])
+            raise DataError(f"the data has changed since the run began: {shown}{more}. {remedy}")
 
 
 MAX_SHOWN = 3  # bad records or changes that a message quotes

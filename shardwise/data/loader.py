@@ -30,7 +30,6 @@ from typing import NoReturn
 import numpy as np
 import torch
 
-from shardwise.console import pluralize
 from shardwise.data.sample_stream import Samples, SampleStream, rank_positions
 from shardwise.errors import DataError
 
@@ -61,18 +60,14 @@ class _RankReader:
 
 
 class Loader:
-    """Endless iterator over (step, batch) from `first_step` on. As a context manager, it is closed on exit."""
+    """Endless iterator over (step, batch) from `first_step` on."""
 
     def __init__(
         self, stream: SampleStream, global_batch_size: int, ranks: int = 1, rank: int = 0, first_step: int = 0,
         workers: int = 0, prefetch: int = 2, device: torch.device = _CPU, skipped_batches: SkippedBatches = (),
     ):  # fmt: skip
         """`global_batch_size` counts the samples of all `ranks`. Batches for a CUDA device are in pinned memory."""
-        if global_batch_size % ranks:
-            raise DataError(
-                f"a global batch of {pluralize(global_batch_size, 'sample')} is not divisible by {ranks} data-parallel "
-                f"ranks; use {max(1, global_batch_size // ranks) * ranks}."
-            )
+        assert global_batch_size % ranks == 0, "`solve_batch` refuses such a layout"
         self.wait_seconds = 0.0  # total time that the consumer has waited for batches
         reader = _RankReader(stream, global_batch_size, ranks, rank, skipped_batches)
         stop = threading.Event()
@@ -106,12 +101,6 @@ class Loader:
         """Stops the thread and the workers; safe to call twice."""
         self._finalizer()
         self._prefetched.clear()
-
-    def __enter__(self) -> "Loader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _next_batch(batches: BatchIterator, device: torch.device) -> tuple[int, Samples]:

@@ -13,7 +13,7 @@ slower.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -22,8 +22,7 @@ from typing import Any, cast
 from shardwise.console import pluralize
 from shardwise.data import chat, criteo
 from shardwise.data.chat_template import CHATML_TOKENS, load_template
-from shardwise.data.cifar10 import IMAGE_SIZE, NUM_CLASSES, open_cifar10
-from shardwise.data.images import ImageAugmentation, SyntheticImages
+from shardwise.data.images import IMAGE_SIZE, NUM_CLASSES, ImageAugmentation, SyntheticImages, open_cifar10
 from shardwise.data.input_files import BadRecords, DataFile, DataRecord
 from shardwise.data.sample_stream import Mixture, Source, Subset, SyntheticTokens
 from shardwise.data.text import describe_source, encode_files, find_files, load_or_train_tokenizer
@@ -35,8 +34,7 @@ from shardwise.job import DataConfig, Job
 from shardwise.models.objectives import next_token
 from shardwise.object_store import local_copy, parse_url
 
-CACHE_VERSION = 2
-"""Increment this when the same files would encode to different tokens, which invalidates old caches."""
+CACHE_VERSION = 2  # increment this when the same files would encode to different tokens, which invalidates old caches
 
 
 Sources = tuple[Source, Source, Tokenizer | None]  # for training and for validation, and the tokenizer, if known
@@ -55,23 +53,23 @@ def make_sources(
     if own_tokenizer is not None:
         job = job.model_copy(update={"data": job.data.model_copy(update={"tokenizer": str(own_tokenizer)})})
     job = job.model_copy(update={"data": download_data(job.data)})
-    source, wanted = job.data.source, job.model.sample_kind
+    source, wanted, cache = job.data.source, job.model.sample_kind, cache or cache_folder()
     if brought := job.family.sources(job.model):
         return *brought, None
     given = SAMPLE_KINDS.get(source, wanted)
     if given != wanted and wanted == "tokens":
         raise DataError(f"data.source = {source!r} has {given}, but model.name = {job.model.name!r} reads tokens.")
-    if wanted == "clicks":
-        return *_click_sources(job, bad_records, record), None
     if source == "synthetic":
         return *_synthetic_sources(job), None
+    if wanted == "clicks":
+        return *_click_sources(job, bad_records, record), None
     if wanted == "images":
         return *_image_sources(job, job.model, bad_records, record), None
     if source == "chat":
-        return _chat_sources(job, cache or cache_folder(), bad_records, record)
-    if job.data.source == "mix":
-        return _mixture_sources(job, job.data.mix, cache, bad_records, record)
-    return _token_sources(job, cache or cache_folder(), bad_records, record)
+        return _chat_sources(job, cache, bad_records, record)
+    if source == "mix":
+        return _mixture_sources(job, cache, bad_records, record)
+    return _token_sources(job, cache, bad_records, record)
 
 
 def download_data(data: DataConfig) -> DataConfig:
@@ -89,21 +87,15 @@ def download_data(data: DataConfig) -> DataConfig:
     return data.model_copy(update={"path": localize(data.path), "mix": mix})
 
 
-def _mixture_sources(
-    job: Job, mix: Mapping[str, float], cache: Path | None, bad_records: BadRecords, record: DataRecord
-) -> Sources:
+def _mixture_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataRecord) -> Sources:
     """Opens every source of a mixture on its own; each holds out its own validation samples."""
     if parse_bpe_size(job.data.tokenizer):
-        raise DataError(
-            f"data.tokenizer = {job.data.tokenizer!r} would train a tokenizer for each source of the mixture; "
-            "train one with `shardwise data` and set data.tokenizer to its path."
-        )
-    sources = []
+        problem = f"data.tokenizer = {job.data.tokenizer!r} would train a tokenizer for each source of the mixture"
+        raise DataError(f"{problem}; train one with `shardwise data` and set data.tokenizer to its path.")
+    sources, mix = [], job.data.mix
     for name in mix:
         data = job.data.model_copy(update=dict(zip(("source", "path"), _parse_mixture_entry(name))) | {"mix": {}})
-        sources.append(
-            _token_sources(job.model_copy(update={"data": data}), cache or cache_folder(), bad_records, record)
-        )
+        sources.append(_token_sources(job.model_copy(update={"data": data}), cache, bad_records, record))
     training, validation, tokenizers = zip(*sources)
     tokenizer = tokenizers[0] if all(tokenizer is not None for tokenizer in tokenizers) else None
     weights = list(mix.values())
@@ -127,18 +119,11 @@ def _mix_nonempty(sources: Sequence[Source], weights: Sequence[float]) -> Source
 
 def _image_sources(job: Job, model: Any, bad_records: BadRecords, record: DataRecord) -> tuple[Source, Source]:
     if job.data.source != "cifar10":
-        raise DataError(
-            f"data.source = {job.data.source!r} has text, but {model.description} reads images; use "
-            'data.source = "cifar10" or "synthetic".'
-        )
+        raise DataError(f"data.source = {job.data.source!r} has no images; use cifar10 or synthetic.")
     if model.image_size != IMAGE_SIZE or model.num_classes < NUM_CLASSES:
-        raise DataError(
-            f"CIFAR-10 has images of {IMAGE_SIZE} x {IMAGE_SIZE} in {NUM_CLASSES} classes, but model.image_size is "
-            f"{model.image_size} and model.num_classes is {model.num_classes}; "
-            f"set them to {IMAGE_SIZE} and {NUM_CLASSES}."
-        )
+        raise DataError(f"CIFAR-10 needs model.image_size = {IMAGE_SIZE} and model.num_classes = {NUM_CLASSES}.")
     training, held_out = open_cifar10(job.data.path, bad_records, make_augmentation(job))
-    record.take([file.path for file in (*training.files, *held_out.files)])
+    record.take([*training.paths, *held_out.paths])
     return training, held_out
 
 
@@ -153,10 +138,8 @@ def _token_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataR
     if not len(source):
         longest = max(file.count for file in files)
         subject = "the longest of its files has" if len(files) > 1 else "it has"
-        raise DataError(
-            f"{describe_source(job.data)} is too short for one sample: {subject} {pluralize(longest, 'token')}, and a "
-            f"sample needs {job.model.text_window + 1}. Use more text or a shorter model.sequence."
-        )
+        problem = f"{describe_source(job.data)} is too short for one sample: {subject} {pluralize(longest, 'token')}"
+        raise DataError(f"{problem}, and a sample needs {job.model.text_window + 1}; use more text.")
     first_held_out = len(source) - _num_held_out(len(source), job.data.validation_fraction)
     return Subset(source, 0, first_held_out), Subset(source, first_held_out, len(source)), tokenizer
 
@@ -168,6 +151,8 @@ def _synthetic_sources(job: Job) -> tuple[Source, Source]:
     if model.sample_kind == "images":
         held_out = SyntheticImages(num_held_out, model.image_size, model.num_classes, job.seed, first_index=count)
         return synthetic_source(job, count), held_out
+    if model.sample_kind == "clicks":
+        return synthetic_source(job, count), criteo.SyntheticClicks(model, count, num_held_out, job.seed)
     source = synthetic_source(job, count + num_held_out)
     return Subset(source, 0, count), Subset(source, count, len(source))
 
@@ -185,41 +170,26 @@ def synthetic_source(job: Job, count: int) -> Source:
 
 
 def _click_sources(job: Job, bad_records: BadRecords, record: DataRecord) -> tuple[Source, Source]:
-    """Returns clicks of a generated log or of a Criteo file; the last ones are held out."""
-    model, count = cast(Any, job.model), job.data.samples
-    if job.data.source == "synthetic":
-        num_held_out = _num_held_out(count + 1, job.data.validation_fraction)
-        return criteo.SyntheticClicks(model, 0, count, job.seed), criteo.SyntheticClicks(
-            model, count, num_held_out, job.seed
-        )
+    """Returns clicks of a Criteo file; the last ones are held out."""
+    model = cast(Any, job.model)
     if job.data.source != "criteo":
-        raise DataError(
-            f"data.source = {job.data.source!r} is not a click log, but a DLRM needs one; use 'synthetic', or 'criteo' "
-            "with data.path set to the file."
-        )
+        raise DataError(f"data.source = {job.data.source!r} is not a click log; use 'synthetic' or 'criteo'.")
     sparse, dense = criteo.NUM_SPARSE_FEATURES, criteo.NUM_DENSE_FEATURES
     if (model.tables, model.dense_features) != (sparse, dense):
-        raise DataError(
-            f"Criteo rows have {sparse} categorical and {dense} integer features, but model.tables is {model.tables} "
-            f"and model.dense_features is {model.dense_features}; set them to {sparse} and {dense}."
-        )
+        raise DataError(f"Criteo rows need model.tables = {sparse} and model.dense_features = {dense}.")
     if not job.data.path:
         raise DataError("data.source = 'criteo' reads a Criteo file; set data.path to it.")
     path = Path(job.data.path)
     offsets, lines = criteo.index_criteo_file(record.take([path])[0])
     criteo.require_good_row(path, model)
     first_held_out = lines - _num_held_out(lines, job.data.validation_fraction)
-    return criteo.CriteoClicks(model, path, offsets, 0, first_held_out, bad_records), criteo.CriteoClicks(
-        model, path, offsets, first_held_out, lines - first_held_out, bad_records
-    )
+    clicks = partial(criteo.CriteoClicks, model, path, offsets, bad_records=bad_records)
+    return clicks(0, first_held_out), clicks(first_held_out, lines - first_held_out)
 
 
 def _num_held_out(count: int, fraction: float) -> int:
     """Returns how many of `count` samples to hold out: at least one if `fraction` is positive, and never all."""
     return min(count - 1, max(1, round(count * fraction))) if fraction > 0 else 0
-
-
-# Token files
 
 
 def _open_token_files(job: Job, record: DataRecord) -> tuple[list[TokenFile], Tokenizer | None]:
@@ -241,22 +211,13 @@ def _open_token_files(job: Job, record: DataRecord) -> tuple[list[TokenFile], To
 def _tokenizer_for_token_files(vocab: int, job: Job) -> Tokenizer | None:
     """Returns the tokenizer of token files with `vocab` ids (0: unknown); None if `bytes` has a different number."""
     if parse_bpe_size(job.data.tokenizer):
-        raise DataError(
-            f"data.tokenizer = {job.data.tokenizer!r} needs text to train on, and data.source = 'tokens' has none; "
-            "set it to the tokenizer.json that encoded the tokens."
-        )
+        raise DataError("data.source = 'tokens' has no text to train on; set data.tokenizer to what encoded it.")
     if job.data.tokenizer == "bytes":
         return ByteTokenizer() if vocab == ByteTokenizer.vocab else None
     tokenizer = load_tokenizer(job.data.tokenizer)
     if tokenizer.vocab < vocab:
-        raise DataError(
-            f"data.tokenizer = {job.data.tokenizer!r} has {tokenizer.vocab} ids, but {job.data.path} has a vocabulary "
-            f"of {vocab}; use the tokenizer that encoded it."
-        )
+        raise DataError(f"{job.data.path} has {vocab} ids, its tokenizer {tokenizer.vocab}; use what encoded it.")
     return tokenizer
-
-
-# Text
 
 
 def _encode_cached(
@@ -319,9 +280,6 @@ def _chat_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataRe
     training.tokenizer_config = template.as_tokenizer_config()
     training.summary = f"{summary}; {pluralize(len(training), 'sample')} for training, {training.filled:.0%} full."
     return training, held_out, tokenizer
-
-
-# The cache
 
 
 def _cache_key(data: DataConfig, files: Sequence[DataFile], *chat_settings: str) -> str:

@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -190,13 +190,6 @@ class Samples:
         return Samples.from_tensors(t.to(device, non_blocking=True) for t in self.tensors)
 
 
-@runtime_checkable
-class BatchedSource(Protocol):
-    """A source that builds batches itself, because its samples are not token sequences."""
-
-    def samples(self, indices: np.ndarray, positions: np.ndarray) -> Samples: ...
-
-
 class SampleStream:
     def __init__(self, source: Source, seed: int, shuffle: bool = True, objective: Objective = next_token):
         self.source, self.seed, self.objective = source, seed, objective
@@ -230,8 +223,8 @@ class SampleStream:
         return indices
 
     def read(self, positions: np.ndarray) -> Samples:
-        if isinstance(self.source, BatchedSource):
-            return self.source.samples(self.indices(positions), positions)
+        if hasattr(self.source, "samples"):  # it builds batches itself: its samples are not token sequences
+            return self.source.samples(self.indices(positions), positions)  # type: ignore[no-any-return]
         rows = np.stack([self._read_sample(index) for index in self.indices(positions).tolist()])
         parts = (*self.objective(rows, positions), positions.astype(np.int64))
         return Samples.from_tensors(torch.from_numpy(part) for part in parts)

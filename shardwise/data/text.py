@@ -16,7 +16,6 @@ import json
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,17 +26,13 @@ from shardwise.console import pluralize
 from shardwise.data.input_files import BadRecords, DataFile, DataRecord
 from shardwise.data.token_file import write_token_arrays
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer, parse_bpe_size, train_bpe
-from shardwise.errors import DataError, suggest
+from shardwise.errors import DataError, shorten, suggest
 from shardwise.files import require_parent_folder
-from shardwise.job import DataConfig, load_job
+from shardwise.job import DataConfig
 
 CHUNK_CHARS = 1 << 20
 _SUFFIXES = {"text": (), "jsonl": (".jsonl", ".ndjson"), "chat": (".jsonl", ".ndjson"), "tokens": (".bin",)}
 """File name suffixes that a folder search accepts; an empty tuple accepts all."""
-
-_JSON_TYPES = {
-    dict: "object", list: "array", str: "string", int: "number", float: "number", bool: "boolean", type(None): "null",
-}  # fmt: skip
 
 
 class TextChunk(NamedTuple):
@@ -76,32 +71,26 @@ def _walk_files(folder: Path, excluded: Iterable[str] = ()) -> Iterator[Path]:
 def _stdlib_files() -> list[Path]:
     folder = Path(sysconfig.get_paths()["stdlib"])
     excluded = ("site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__")
-    files = [file for file in _walk_files(folder, excluded) if file.suffix == ".py"]
     # Build settings differ between machines, all other files only between versions of Python.
-    files = [file for file in files if not file.parent.name.startswith("config-")]
-    files = [file for file in files if not file.name.startswith("_sysconfigdata")]
+    is_built = lambda file: file.parent.name.startswith("config-") or file.name.startswith("_sysconfigdata")  # noqa: E731
+    files = [file for file in _walk_files(folder, excluded) if file.suffix == ".py" and not is_built(file)]
     if not files:
         raise DataError(f"the source code of the standard library is not in {folder}; use data.source = 'text'.")
     return files
 
 
-def read_chunks(
-    source: str, path: str, field: str, files: Sequence[DataFile], bad_records: BadRecords | None = None
-) -> Iterator[TextChunk]:
+def read_chunks(data: DataConfig, files: Sequence[DataFile], bad: BadRecords | None = None) -> Iterator[TextChunk]:
     """Yields the text of `files`, document by document."""
-    is_named_file = source == "text" and os.path.isfile(os.path.expanduser(path))
-    bad_records = bad_records or BadRecords()
+    is_named_file = data.source == "text" and os.path.isfile(os.path.expanduser(data.path))
+    bad_records = bad or BadRecords()
     for file in files:
         try:
-            if source == "jsonl":
-                yield from _read_jsonl_file(file, field, bad_records)
+            if data.source == "jsonl":
+                yield from _read_jsonl_file(file, data.text_field, bad_records)
             elif _is_text(file):
                 yield from _read_text_file(file)
             elif is_named_file:
-                where = file.path
-                raise DataError(
-                    f"{where} is not text: it must be UTF-8 without NUL bytes. Convert it, e.g. with iconv."
-                )
+                raise DataError(f"{file.path} is not text: it must be UTF-8 without NUL bytes. Convert it with iconv.")
             else:
                 bad_records.skipped_files[str(file.path)] = None
         except OSError as error:
@@ -150,24 +139,21 @@ def parse_object(line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"not valid JSON ({error}). Every line must be one JSON object.") from None
     if not isinstance(record, dict):
-        raise DataError(f"this is a JSON {_JSON_TYPES[type(record)]}. Every line must be one JSON object.")
+        raise DataError(f"this is no JSON object: {shorten(record)}. Every line must be one.")
     return record
 
 
 def _parse_record(line: bytes, field: str) -> str:
     record = parse_object(line)
     if field not in record:
-        reason = f"the record has no field {field!r} (data.text_field)"
-        raise DataError(f"{reason}; {suggest(field, map(str, record))}")
+        raise DataError(f"no field {field!r} (data.text_field); {suggest(field, map(str, record))}")
     text = record[field]
     if not isinstance(text, str):
-        kind = _JSON_TYPES[type(text)]
-        raise DataError(f"field {field!r} is a JSON {kind}, not a string; set data.text_field.")
+        raise DataError(f"field {field!r} is {shorten(text)}, not a string; set data.text_field.")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        reason = f"field {field!r} is not Unicode text ({error.reason})"
-        raise DataError(f"{reason}; fix or drop the record.") from None
+        raise DataError(f"field {field!r} is not Unicode text ({error.reason}); fix or drop it.") from None
     return text
 
 
@@ -176,30 +162,8 @@ MAX_BPE_TRAINING_BYTES = 128 << 20
 ENCODE_BATCH_CHARS = 8 << 20  # characters per call of the tokenizer
 
 
-@dataclass(frozen=True)
-class EncodingSummary:
-    """Counts of a written token file. `tokens` includes end-of-document tokens; `text_bytes` is in UTF-8."""
-
-    tokens: int
-    documents: int
-    text_bytes: int
-    vocab: int
-    tokenizer: Path | None = None  # path of a trained tokenizer: the value of `data.tokenizer` for jobs on these tokens
-    bad_records: str = ""  # summary of the skipped records and files
-
-
-def write_token_file(job_file: Path | None, overrides: list[str], out: Path) -> str:
-    """Encodes a job's source into a token file; returns a summary for the terminal."""
-    summary = encode_source(load_job(job_file, overrides).data, out)
-    size = f"{pluralize(summary.documents, 'document')}, {summary.text_bytes:,} bytes of text"
-    message = f"{out}: {summary.tokens:,} tokens (vocabulary {summary.vocab:,}) from {size}"
-    if summary.tokenizer is not None:
-        message += f"\n{summary.tokenizer}: tokenizer trained on this text; set data.tokenizer to this path"
-    return f"{message}\n{summary.bad_records}" if summary.bad_records else message
-
-
-def encode_source(data: DataConfig, out: Path) -> EncodingSummary:
-    """Encodes the source's text into a token file; trains a `bpe:SIZE` tokenizer and saves it next to the file."""
+def encode_source(data: DataConfig, out: Path) -> str:
+    """Encodes the source's text into a token file, and saves a `bpe:SIZE` tokenizer beside it. Returns what it did."""
     if data.source not in ("stdlib", "text", "jsonl"):
         raise DataError(f"data.source = {data.source!r} has no text to encode; use stdlib, text or jsonl.")
     files = find_files(data.source, data.path)
@@ -214,20 +178,22 @@ def encode_source(data: DataConfig, out: Path) -> EncodingSummary:
     bad_records = BadRecords(data.on_bad_record == "skip")
     extents = DataRecord().take(files)
     tokenizer = load_or_train_tokenizer(data, extents, tokenizer_path, bad_records)
-    summary = encode_files(data, extents, tokenizer, out, bad_records)
-    notes = "\n".join(filter(None, (bad_records.summary(), bad_records.skipped_text())))
-    return replace(summary, tokenizer=tokenizer_path, bad_records=notes)
+    lines = [encode_files(data, extents, tokenizer, out, bad_records)]
+    if tokenizer_path:
+        lines.append(f"{tokenizer_path}: tokenizer trained on this text; set data.tokenizer to this path")
+    return "\n".join(filter(None, (*lines, bad_records.summary(), bad_records.skipped_text())))
 
 
 def encode_files(
     data: DataConfig, files: Sequence[DataFile], tokenizer: Tokenizer, out: Path, bad_records: BadRecords
-) -> EncodingSummary:
+) -> str:
+    """Writes the token file `out`; returns what it holds."""
     documents = encoded_bytes = 0
 
     def arrays() -> Iterator[np.ndarray]:
         nonlocal documents, encoded_bytes
         eos = np.array([tokenizer.eos_id], np.uint32)
-        for chunks in _batch_chunks(_read_source(data, files, bad_records)):
+        for chunks in _batch_chunks(read_chunks(data, files, bad_records)):
             texts = [chunk.text for chunk in chunks]
             for chunk, ids in zip(chunks, tokenizer.encode_batch(texts), strict=True):
                 yield ids
@@ -240,11 +206,8 @@ def encode_files(
             raise DataError(f"{describe_source(data)} has no text: {contents}. Use another path.")
 
     token_file = write_token_arrays(out, arrays(), tokenizer.vocab)
-    return EncodingSummary(token_file.count, documents, encoded_bytes, tokenizer.vocab)
-
-
-def _read_source(data: DataConfig, files: Sequence[DataFile], bad_records: BadRecords) -> Iterator[TextChunk]:
-    return read_chunks(data.source, data.path, data.text_field, files, bad_records)
+    size = f"{pluralize(documents, 'document')}, {encoded_bytes:,} bytes of text"
+    return f"{out}: {token_file.count:,} tokens (vocabulary {tokenizer.vocab:,}) from {size}"
 
 
 def _batch_chunks(chunks: Iterator[TextChunk]) -> Iterator[list[TextChunk]]:
@@ -269,7 +232,7 @@ def load_or_train_tokenizer(
         return load_tokenizer(data.tokenizer)
     if not tokenizer_path.exists():
         stride = -(-sum(file.size for file in files) // MAX_BPE_TRAINING_BYTES)
-        chunks = islice(_read_source(data, files, bad_records), 0, None, max(1, stride))
+        chunks = islice(read_chunks(data, files, bad_records), 0, None, max(1, stride))
         train_bpe((chunk.text for chunk in chunks), size).save(tokenizer_path)
     return load_tokenizer(str(tokenizer_path))
 

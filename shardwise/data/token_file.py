@@ -51,9 +51,6 @@ class TokenFile:
     count: int
     offset: int
 
-    def __len__(self) -> int:
-        return self.count
-
     def read(self, start: int, stop: int) -> np.ndarray:
         """Returns the tokens [start, stop) as int64."""
         return self._map[start:stop].astype(np.int64)
@@ -73,21 +70,14 @@ def open_token_file(path: Path) -> TokenFile:
     """Opens a token file; raises DataError if its header or size is wrong."""
     header, size = _read_header_and_size(path)
     if not header.startswith(MAGIC) or len(header) < _HEADER.size:
-        raise DataError(
-            f"{path} is not a token file: it begins with {header[:8]!r}, not {MAGIC!r}. Write one with `shardwise "
-            f"data`, or set data.path = '{path}:uint16' if it is a headerless file of 16-bit ids."
-        )
+        problem = f"{path} is not a token file: it begins with {header[:8]!r}, not {MAGIC!r}"
+        raise DataError(f"{problem}. Write one with `shardwise data`, or add its type, ':uint16' or ':uint32'.")
     _, version, width, vocab, count = _HEADER.unpack(header)
     if version != VERSION or width not in _DTYPES:
-        raise DataError(
-            f"{path} is a token file of version {version} with {width} bytes per token; this Shardwise reads version "
-            f"{VERSION} with 1, 2 or 4. Write it again with `shardwise data`."
-        )
+        known = f"this Shardwise reads version {VERSION} with 1, 2 or 4 bytes per token"
+        raise DataError(f"{path} is a token file of version {version} with {width}; {known}. Write it again.")
     if size != _HEADER.size + width * count:
-        raise DataError(
-            f"{path} has {size} bytes, but its header requires {_HEADER.size + width * count} ({count} tokens of "
-            f"{width} bytes): it was truncated or overwritten. Copy or write it again."
-        )
+        raise DataError(f"{path} was truncated or overwritten: it does not have {count} tokens; write it again.")
     return TokenFile(path, _DTYPES[width], vocab, count, _HEADER.size)
 
 
@@ -119,10 +109,8 @@ def write_token_arrays(path: Path, arrays: Iterable[np.ndarray], vocab: int) -> 
         file.write(bytes(_HEADER.size))  # placeholder; without a header the file is not valid
         for array in arrays:
             if array.size and not 0 <= int(array.min()) <= int(array.max()) < vocab:
-                raise DataError(
-                    f"{path}: ids range from {int(array.min())} to {int(array.max())}, but with a vocabulary of "
-                    f"{vocab} they must be between 0 and {vocab - 1}. Use the tokenizer's vocabulary."
-                )
+                found = f"ids range from {int(array.min())} to {int(array.max())}"
+                raise DataError(f"{path}: {found}, but with a vocabulary of {vocab} they must be below {vocab}.")
             file.write(array.astype(_DTYPES[width]).tobytes())
             count += array.size
         file.seek(0)
@@ -159,8 +147,6 @@ class TokenWindows(CountedSource):
         # rows fails with a device assertion that names neither file nor sample.
         if (largest := int(tokens.max())) >= file.vocab:
             token_index = first + int(tokens.argmax())
-            raise DataError(
-                f"{file.path} has id {largest} at token {token_index} (sample {index}), but its ids must be below "
-                f"{file.vocab}. Set model.vocab = {largest + 1} or more, or write the file again."
-            )
+            problem = f"{file.path} has id {largest} at token {token_index} (sample {index})"
+            raise DataError(f"{problem}; set model.vocab = {largest + 1} or more, or write the file again.")
         return tokens

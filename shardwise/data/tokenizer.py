@@ -14,7 +14,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -28,52 +28,33 @@ _EOS_TOKENS = (EOS_TOKEN, "<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "
 """Known end-of-document tokens, ours and those of other tokenizers; the first one in the vocabulary is used."""
 
 
-class Tokenizer(Protocol):
-    vocab: int
-    eos_id: int
+class ByteTokenizer:
+    """The methods of every tokenizer, for `bytes`."""
+
+    vocab, eos_id = 256, 0
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids of a text, without an end-of-document token."""
-        ...
-
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the ids of several texts; may use several cores."""
-        ...
-
-    def decode(self, ids: ArrayLike, keep_special: bool = False) -> str:
-        """Returns the text of some ids; drops special tokens, unless they are kept, and invalid ids."""
-        ...
-
-    def encode_chat(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Returns the ids of each text, special tokens recognized, and the first and last character of each id."""
-        ...
-
-    def count_bytes(self, ids: ArrayLike) -> int:
-        """Returns the UTF-8 bytes that the ids stand for; end-of-document tokens and ignored targets (-100) count 0."""
-        ...
-
-
-class ByteTokenizer:
-    vocab = 256
-    eos_id = 0
-
-    def encode(self, text: str) -> np.ndarray:
         ids = np.frombuffer(text.encode(), np.uint8)
         return ids[ids != self.eos_id]
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Returns the ids of several texts; may use several cores."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: ArrayLike, keep_special: bool = False) -> str:
+        """Returns the text of some ids; drops special tokens, unless they are kept, and invalid ids."""
         flat = np.asarray(ids).reshape(-1)
         return flat[(flat > 0) & (flat < self.vocab)].astype(np.uint8).tobytes().decode(errors="replace")
 
     def encode_chat(self, texts: Sequence[str]) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Returns the ids of each text, special tokens recognized, and the first and last character of each id."""
         sizes = [np.array([len(letter.encode()) * (letter != "\0") for letter in text], int) for text in texts]
         places = [np.repeat(np.arange(len(of_text)), of_text) for of_text in sizes]
         return [(self.encode(text), place, place + 1) for text, place in zip(texts, places, strict=True)]
 
     def count_bytes(self, ids: ArrayLike) -> int:
+        """Returns the UTF-8 bytes that the ids stand for; end-of-document tokens and ignored targets (-100) count 0."""
         flat = np.asarray(ids)
         return int(np.count_nonzero((flat > 0) & (flat < self.vocab)))
 
@@ -138,16 +119,16 @@ class HuggingFaceTokenizer:
         return token_bytes
 
 
+Tokenizer = ByteTokenizer | HuggingFaceTokenizer
+
+
 def parse_bpe_size(name: str) -> int | None:
     """Returns the SIZE of `bpe:SIZE`; None for any other name."""
     kind, colon, size = name.partition(":")
     if kind != "bpe" or not colon:
         return None
     if not size.isdecimal() or len(size) > 8 or not 257 <= int(size) <= MAX_VOCAB:
-        raise DataError(
-            f"data.tokenizer = {shorten(name)}: write bpe:SIZE with a size of at least 257 (256 bytes and the "
-            "end-of-document token) and at most 10,000,000, for instance bpe:4096."
-        )
+        raise DataError(f"data.tokenizer = {shorten(name)}: write bpe:SIZE of at least 257 and at most 10,000,000 ids.")
     return int(size)
 
 
@@ -163,9 +144,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     except DataError:
         raise
     except Exception as error:  # the library raises bare Exceptions for malformed files
-        raise DataError(
-            f"the tokenizer {path} cannot be read: {error}. It must be a tokenizer.json of the tokenizers library."
-        ) from error
+        raise DataError(f"the tokenizer {path} cannot be read: {error}. It must be a tokenizer.json.") from error
 
 
 def train_bpe(texts: Iterable[str], size: int) -> HuggingFaceTokenizer:
@@ -196,9 +175,7 @@ def _tokenizer_path(name: str) -> Path:
     path = Path(name).expanduser()
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
-        raise DataError(
-            f"data.tokenizer = {name!r} is not a file; use 'bytes', 'bpe:SIZE' or the path of a tokenizer.json."
-        )
+        raise DataError(f"data.tokenizer = {name!r} is not a file; use bytes, bpe:SIZE or a path of a tokenizer.json.")
     return path
 
 
@@ -206,8 +183,5 @@ def _import_tokenizers() -> Any:
     try:
         import tokenizers
     except ImportError:
-        raise DataError(
-            "tokenizers other than 'bytes' need the tokenizers package, which is not installed; "
-            "`pip install shardwise[bpe]`, or set data.tokenizer = 'bytes'."
-        ) from None
+        raise DataError("this tokenizer needs the tokenizers package; `pip install shardwise[bpe]`.") from None
     return tokenizers

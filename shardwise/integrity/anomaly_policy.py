@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.objects import all_gather_json
+from shardwise.comm.collectives import all_gather_json
 from shardwise.console import format_ranks
 from shardwise.data.sample_stream import Samples
 from shardwise.errors import RunError
@@ -80,14 +80,13 @@ def _is_finite(value: Any) -> bool:
 
 def _describe_origin(findings: list[tuple[int, int, tuple[str, str] | None]]) -> str:
     """`findings`: stage, rank and finding of every rank."""
-    for forward in (True, False):
-        matching = [entry for entry in findings if entry[2] and (entry[2][0] != "the gradient of") == forward]
-        if matching:
-            first = (matching if forward else matching[::-1])[0][2]
-            assert first is not None
-            ranks = sorted(rank for _, rank, finding in matching if finding == first)
-            return f"non-finite values first appear in {' '.join(first)} on {format_ranks(ranks)}"
-    return "a replay of the step is finite, so the fault was transient"
+    found = [(finding, rank) for _, rank, finding in findings if finding]
+    if not found:
+        return "a replay of the step is finite, so the fault was transient"
+    in_forward = [finding for finding, _ in found if finding[0] != "the gradient of"]
+    first = in_forward[0] if in_forward else found[-1][0]
+    ranks = sorted(rank for finding, rank in found if finding == first)
+    return f"non-finite values first appear in {' '.join(first)} on {format_ranks(ranks)}"
 
 
 MAX_SKIPPED_STEPS = 10  # consecutive steps with non-finite gradients after which the run ends

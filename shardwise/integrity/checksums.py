@@ -152,12 +152,11 @@ HASH_MULTIPLIER = 0x5851F42D4C957F2D
 class RedundantCompute:
     """Before some steps, all data-parallel ranks compute a micro-batch that one of them, the owner, trains on.
 
-    Checksums detect changes in memory, but not a device that computes wrong results before gradients are reduced. Every
-    `run.redundant_compute_every` steps, all data-parallel ranks compute the loss of one micro-batch, drawn at random
-    from the seed and the step, and its gradient with respect to the output of the first module. The owner computes both
-    again in the step itself. Dropout depends on the sample and not on the rank, so all results are bitwise equal. The
-    majority is right: even two ranks give three results. On a GPU only the loss is compared, because attention backward
-    kernels sum in no fixed order."""
+    Checksums do not detect a device that computes wrong results before gradients are reduced. Every
+    `run.redundant_compute_every` steps, all compute the loss of one micro-batch, drawn from the seed and the step, and
+    its gradient with respect to the output of the first module. The owner computes both again in the step itself. All
+    results are bitwise equal, and the majority is right: even two ranks give three results. On a GPU only the loss is
+    compared, because attention backward kernels sum in no fixed order."""
 
     def __init__(self, job: Job, engine: Engine):
         self.job, self.engine, self.data = job, engine, engine.mesh["data"]
@@ -182,7 +181,11 @@ class RedundantCompute:
         self.owner, micro_batch_index = rng.randrange(self.data.size), rng.randrange(self.engine.batch.micro_batches)
         micro_batch = list(samples.split(self.engine.batch.micro_batch))[micro_batch_index]
         scale = self.engine.scale.value / count_targets(self.engine, samples)
-        self.redundant_result = self.step_result = self._compute(self._broadcast_owner_batch(micro_batch), scale)
+        tensors = [tensor.clone() for tensor in micro_batch.tensors]
+        for tensor in tensors:
+            dist.broadcast(tensor, group=self.data.group, group_src=self.owner)
+        owners_batch = self.engine.prepare_samples(Samples.from_tensors(tensors))
+        self.redundant_result = self.step_result = self._compute(owners_batch, scale)
         if self.data.index == self.owner:
             self._record_step(micro_batch_index)
 
@@ -194,13 +197,6 @@ class RedundantCompute:
         if 2 * count <= len(results):
             return list(range(len(votes)))
         return [rank for rank, vote in enumerate(votes) if vote != (value, value)]
-
-    def _broadcast_owner_batch(self, micro_batch: Samples) -> Samples:
-        """Broadcasts the owner's micro-batch to all data-parallel ranks."""
-        tensors = [tensor.clone() for tensor in micro_batch.tensors]
-        for tensor in tensors:
-            dist.broadcast(tensor, group=self.data.group, group_src=self.owner)
-        return self.engine.prepare_samples(Samples.from_tensors(tensors))
 
     def _compute(self, micro_batch: Samples, scale: Tensor) -> Tensor:
         chain, first_outputs = self.engine.chains[0], list[Tensor]()

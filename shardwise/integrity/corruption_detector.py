@@ -7,12 +7,10 @@
 - Compute: other ranks recompute some micro-batches of a rank (`RedundantCompute`).
 
 It adds no synchronization: checksums stay on the device, one small row per rank is all-gathered with the stop flag, and
-the result is read with the loss. All ranks reach the same verdict, and roll back to the last checkpoint. The state is
-checked again after each checkpoint is copied, so no corrupt checkpoint survives.
+the result is read with the loss. All ranks roll back to the last checkpoint; none is kept with a corrupt state.
 
-If checking every tensor would take more than about 1% of a step, each step checks one part of them in turn. Copies that
-differ stay different, so they are found within one round; a tensor that only one rank has is protected only while its
-part is being checked. After the first corruption, every step checks all tensors.
+If checking every tensor would take more than about 1% of a step, each step checks one part of them in turn, until the
+first corruption. A tensor that only one rank has is protected only while its part is being checked.
 """
 
 import json
@@ -30,8 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.collectives import all_gather
-from shardwise.comm.objects import all_gather_json, broadcast_json
+from shardwise.comm.collectives import all_gather, all_gather_json, broadcast_json
 from shardwise.console import format_ranks, pluralize
 from shardwise.data.sample_stream import Samples
 from shardwise.errors import RunError
@@ -87,11 +84,18 @@ class CorruptionDetector:
     def reset(self) -> None:
         """Call after weights and optimizer states were initialized or loaded."""
         if self.enabled:
-            self.parts = self.parts or self._choose_parts()
+            if not self.parts:  # the number that keeps checksums below `MAX_OVERHEAD` on the rank with the most to read
+                sizes, kind = [entry.tensor.nbytes for entry in self.state_checksums.weights()], self.device.type
+                cost_per_pass = FLOPS_PER_BYTE[kind] * sum(sizes) + FLOPS_PER_CHECKSUM[kind] * len(sizes)
+                # Seven passes: weights and two optimizer moments, each before and after the update, and gradients.
+                cost = torch.tensor(7.0 * cost_per_pass, device=self.device)
+                if self.world > 1:
+                    dist.all_reduce(cost, dist.ReduceOp.MAX)
+                parts = math.ceil(float(cost) / (MAX_OVERHEAD * self.flops))
+                self.parts = min(max(1, parts), checksums.MAX_PARTS)
             self.expected = self.observed = self._compute(self._tracked_state())
 
     def before_step(self, step: int, samples: Samples) -> None:
-        """Call before each step."""
         if self.enabled:
             self.redundant_compute.before_step(step, samples)
 
@@ -102,7 +106,6 @@ class CorruptionDetector:
             self.gradients = self._compute(self.state_checksums.gradients())
 
     def after_step(self) -> None:
-        """Call after the optimizer step."""
         if self.enabled:
             # The first step creates optimizer states; they come after the weights.
             self.changed = self.observed.values[: len(self.expected.values)] != self.expected.values
@@ -152,8 +155,6 @@ class CorruptionDetector:
         if self.reduce_flags(0)[1]:
             self._report(self._locate_corruption(step))
 
-    # Internals
-
     def _tracked_state(self) -> list[TrackedTensor]:
         return self.state_checksums.weights() + self.state_checksums.states()
 
@@ -162,16 +163,6 @@ class CorruptionDetector:
         if self.parts > 1:
             tracked = [entry for entry in tracked if crc32(entry.label.encode()) % self.parts == self.current_part]
         return compute_checksums(tracked, self.device)
-
-    def _choose_parts(self) -> int:
-        """Returns the number of parts that keeps checksums below `MAX_OVERHEAD` on the rank with the most to read."""
-        sizes, kind = [entry.tensor.nbytes for entry in self.state_checksums.weights()], self.device.type
-        cost_per_pass = FLOPS_PER_BYTE[kind] * sum(sizes) + FLOPS_PER_CHECKSUM[kind] * len(sizes)
-        # Seven passes: weights and two optimizer moments, each before and after the update, and gradients.
-        cost = torch.tensor(7.0 * cost_per_pass, device=self.device)
-        if self.world > 1:
-            dist.all_reduce(cost, dist.ReduceOp.MAX)
-        return min(max(1, math.ceil(float(cost) / (MAX_OVERHEAD * self.flops))), checksums.MAX_PARTS)
 
     def _locate_corruption(self, step: int) -> list[Corruption]:
         """All-gathers the checksums of every tensor, and returns which ranks and tensors are corrupt."""
@@ -210,22 +201,21 @@ class CorruptionDetector:
 
     def _compare_copies(self, step: int, reports: Sequence[dict[str, Any]]) -> list[Corruption]:
         """Returns the first tensor, gradients first, whose copies differ between ranks, and the suspect ranks."""
-        for label in dict.fromkeys(label for report in reports for label, _ in report["labels"]):
+        copies: dict[str, dict[tuple[str, int], dict[int, int]]] = {}  # checksums by label, group of copies and rank
+        for rank, report in enumerate(reports):
+            references = dict(zip(COPY_KINDS, self.reference_ranks[rank].tolist()))
+            for (label, kinds), value in zip(report["labels"], report["checksums"]):
+                for kind in kinds:
+                    copies.setdefault(label, {}).setdefault((kind, references[kind]), {})[rank] = value
+        for label, groups in copies.items():
             suspects: list[set[int]] = []
             involved: set[int] = set()
-            for column, kind in enumerate(COPY_KINDS):
-                groups: dict[int, dict[int, int]] = {}
-                for rank, report in enumerate(reports):
-                    entries = zip(report["labels"], report["checksums"])
-                    copies = {name: value for (name, kinds), value in entries if kind in kinds}
-                    if label in copies:
-                        groups.setdefault(int(self.reference_ranks[rank, column]), {})[rank] = copies[label]
-                for group in groups.values():
-                    counts = Counter(group.values()).most_common()
-                    if len(counts) > 1:
-                        majority = counts[0][0] if 2 * counts[0][1] > len(group) else None
-                        suspects.append({rank for rank, value in group.items() if value != majority})
-                        involved |= group.keys()
+            for group in groups.values():
+                counts = Counter(group.values()).most_common()
+                if len(counts) > 1:
+                    majority = counts[0][0] if 2 * counts[0][1] > len(group) else None
+                    suspects.append({rank for rank, value in group.items() if value != majority})
+                    involved |= group.keys()
             if suspects:
                 ranks = sorted(set.intersection(*suspects) or set.union(*suspects))
                 message = f"{format_ranks(ranks)} disagree on the value of {label} in step {step}"

@@ -1,16 +1,7 @@
 """Which cluster this process was started in, and its place there, read from options and environment variables.
 
 A process is one *rank* of a world that somebody else created, one *node* on which our agent starts the ranks, or on its
-own. The first of these that applies decides:
-
-    1. --node K/N --address HOST:PORT      node     explicit; `--node auto` takes K, N and HOST from 3, 4 or 5
-    2. RANK, WORLD_SIZE                    rank     torchrun, Ray Train, PyTorchJob
-    3. PET_NNODES > 1, PET_NODE_RANK       node     torchrun's options as variables: Kubeflow Trainer
-    4. SLURM_STEP_NUM_TASKS > 1            rank     a task of srun; a batch script itself is no task
-    5. SKYPILOT_NUM_NODES > 1              node     SkyPilot, which starts its processes by Ray
-    6. JOB_COMPLETION_INDEX                alone    a pod of an Indexed Job, which is not told how many there are
-    7. RAY_JOB_ID                          alone    a worker of Ray
-    8. nothing                             alone
+own. `detect` tries one after the other, in the order of docs/how-to/clusters.md.
 
 If --node says one node and the scheduler another, that is an error: most often a shell expanded a variable too early.
 """
@@ -40,8 +31,7 @@ class ClusterEnvironment:
     """Where this process runs. `world_size` is None unless it is a rank, `node` unless it is a node."""
 
     name: str = "this machine"
-    source: dict[str, str] = field(default_factory=dict)
-    """The options and variables that it was read from."""
+    source: dict[str, str] = field(default_factory=dict)  # the options and variables that it was read from
     rank: int = 0
     world_size: int | None = None
     local_rank: int = 0
@@ -97,10 +87,7 @@ def _explicit(node: str | None, address: str | None, variables: Variables) -> Cl
     if node is None:
         return None
     if "TORCHELASTIC_RUN_ID" in variables:
-        raise JobError(
-            f"--node {node} starts an agent, but torchrun has started this process as rank {variables.get('RANK')}; "
-            "remove --node, or start it without torchrun."
-        )
+        raise JobError("--node starts an agent, but torchrun has started this process; leave out one of them.")
     if node != "auto":
         options = {"--node": node, "--address": address or ""}
         return ClusterEnvironment("--node", options, node=Node.parse(node, address))
@@ -154,9 +141,7 @@ def _node_of(name: str, variables: Variables, address: str | None) -> ClusterEnv
     elif address is None:
         hosts = variables.get(host_name, "").split()
         if not hosts:
-            raise JobError(
-                f"{count_name} is set, but not {host_name}; pass the address of node 0, --address HOST:PORT."
-            )
+            raise JobError(f"{count_name} is set, but not {host_name}; pass the address of node 0 by --address.")
         address = f"{hosts[0]}:{variables.get('PET_MASTER_PORT', '29400')}"
     source = {index_name: variables.get(index_name, ""), count_name: variables[count_name], "address": address}
     place = f"{_integer(variables, index_name)}/{source[count_name]}"
@@ -168,10 +153,8 @@ def _check_agreement(node: Node, variables: Variables) -> None:
     for name, (index_name, count_name, _) in NODE_VARIABLES.items():
         is_told = index_name in variables and (not count_name or variables.get(count_name, "1") != "1")
         if is_told and (index := _integer(variables, index_name)) != node.index:
-            raise JobError(
-                f"this process would be node {node.index} of {node.count}, but {name} says that it is node {index} "
-                f"({index_name}); if a shell expanded the variable before the process was started, use --node auto."
-            )
+            here = f"this process would be node {node.index} of {node.count}, but {name} says that it is node {index}"
+            raise JobError(f"{here} ({index_name}); if a shell expanded the variable too early, use --node auto.")
 
 
 def _first_slurm_host(variables: Variables) -> str:
@@ -185,10 +168,8 @@ def _first_slurm_host(variables: Variables) -> str:
     try:
         return re.findall(r"NodeAddr=(\S+)", show("node", show("hostnames", nodes).split()[0]))[0]
     except (OSError, subprocess.SubprocessError, IndexError):
-        raise JobError(
-            f"Slurm started this process on {nodes or 'unknown nodes'}, and scontrol does not tell the address of the "
-            "first; export it as MASTER_ADDR, or pass --node auto --address HOST:PORT."
-        ) from None
+        problem = f"scontrol does not tell the address of the first of {nodes or 'unknown nodes'}"
+        raise JobError(f"{problem}; export it as MASTER_ADDR, or pass --node auto --address HOST:PORT.") from None
 
 
 def _slurm_port(variables: Variables) -> int:

@@ -1,9 +1,16 @@
-"""Starts a training run: resolves job, layout and run folder, launches the workers, prints the final summary."""
+"""Starts a training run: resolves job, layout and run folder, supervises the workers, prints the final summary.
+
+Workers are started by our launcher, or are the processes of a world that torchrun or Slurm created. Our launcher does
+not use PyTorch's elastic agent, which cannot tell which worker failed first, does not detect suspended or hung workers,
+re-imports PyTorch in every worker, and shares a store across restarts, in which new workers find the addresses of dead
+ones. A failure is reported once, with the error of the worker that failed first.
+"""
 
 import os
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -13,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from shardwise.comm.objects import broadcast_json
-from shardwise.console import format_count, pluralize
+from shardwise.comm.collectives import broadcast_json
+from shardwise.console import format_count, pluralize, print_line
 from shardwise.data.input_files import BadRecords, DataRecord
 from shardwise.data.make_sources import Sources, make_sources
 from shardwise.data.sample_stream import Source
@@ -23,28 +31,30 @@ from shardwise.errors import EXIT_UNFINISHED, JobError, LayoutError, RunError, U
 from shardwise.files import write_text
 from shardwise.job import Job, RunConfig, load_job
 from shardwise.launch.cluster_environment import ClusterEnvironment, detect
-from shardwise.launch.launch import WORKER_ENTRY_POINT, check_layout_fits, has_finished, launch
-from shardwise.launch.worker import init_distributed
+from shardwise.launch.worker import init_distributed, run_worker
 from shardwise.layout import AUTO_SCHEDULES, Layout
 from shardwise.metrics.trackers import check_tracker_installed
 from shardwise.object_store import parse_url
 from shardwise.parallel.prepare import Prepared, prepare
 from shardwise.parallel.tables.table_engine import check_host_memory
 from shardwise.train import local_machine
-from shardwise.train.generate import generate, load_model
+from shardwise.train.generate import Sampling, sample_run
 from shardwise.train.run_folder import RunFolder, check_history, check_same_run
 from shardwise.train.run_store import RunStore, local_folder
 from shardwise.train.run_uploader import RunUploader, agent_folder
 from shardwise.train.warm_start import check_start, name_step
 from shardwise.watch.report_page import print_end_of_run
 from shardwise.workers.fork_server import ForkServer
-from shardwise.workers.nodes import NodeAgent
+from shardwise.workers.nodes import NodeAgent, NodeCoordinator
 from shardwise.workers.run_owner import own_run
+from shardwise.workers.supervisor import Supervisor, failure_text
+from shardwise.workers.worker_pool import WorkerPool
 
+WORKER_ENTRY_POINT = "shardwise.launch.worker:main"
 STATE_COPIES = 2  # of the parameters that every optimizer keeps in float32: weights and gradients
 MAX_EPOCHS, MAX_LEARNING_RATE = 100, 10.0  # beyond these, a warning
 OWN_MODELS = ("model.weights=", "model.name=hf:", "model.name=python:")
-DEMO = Path(__file__).parent.parent / "demo.toml"
+DEMO, DEMO_WITHOUT_MODEL = Path(__file__).parent.parent / "demo.toml", ("model={}", "data={source='stdlib'}")
 Say = Callable[[str], None]
 Check = Callable[[Prepared, Say], None]
 """What is checked before a new run begins; raises if it may not (`shardwise.verify.command.prove`)."""
@@ -58,8 +68,7 @@ class StartOptions:
     environment: ClusterEnvironment = field(default_factory=detect)
     check: Check | None = None
     accept_data_change: bool = False
-    strict: bool = False
-    """Whether suspicious settings, which `find_warnings` lists, are errors."""
+    strict: bool = False  # whether suspicious settings, which `find_warnings` lists, are errors
 
 
 def start_training(
@@ -76,13 +85,14 @@ def start_training(
         given = replace(given, resume=Path(folder) if RunFolder.exists(folder) else None)
 
     def load() -> Job:
+        if resume is not None or job_file is not None:
+            return load_job(job_file or RunFolder.open(Path(resume or "")).path / "job.toml", settings)
         # The demo's settings, such as its learning rate, suit no model that is brought along.
         base = None if any(setting.startswith(OWN_MODELS) for setting in settings) else DEMO
-        if job_file is None and resume is None and given.environment.reads_job:
+        if given.environment.reads_job:
             say(f"no job file given: {'training the built-in demo' if base else 'keys that are not set have defaults'}")
-        if resume is not None:
-            return load_job(job_file or RunFolder.open(resume).path / "job.toml", settings)
-        return load_job(job_file or base, settings, own_model=job_file is None and base is not None)
+        is_named = any(setting.startswith("model.name=") for setting in settings)  # then the demo's own gives way
+        return load_job(base, [*(DEMO_WITHOUT_MODEL if base and is_named else ()), *settings])
 
     return _start(load, say, given)[1]
 
@@ -121,9 +131,7 @@ def _start(load: Callable[[], Job], say: Say, options: StartOptions) -> tuple[Ru
         fork_server.close()
 
 
-def _start_run(
-    job: Job, say: Say, options: StartOptions, fork_server: ForkServer | None
-) -> tuple[RunFolder, bool]:  # fmt: skip
+def _start_run(job: Job, say: Say, options: StartOptions, fork_server: ForkServer | None) -> tuple[RunFolder, bool]:
     with ExitStack() as ownership:
         environment, resumed, store = options.environment, None, None
         if options.resume is not None:
@@ -138,10 +146,7 @@ def _start_run(
             previous_job = resumed.job()
             check_same_run(previous_job, job)
             check_history(resumed, job)
-        given_layout = None if job.layout == "auto" else Layout.parse(job.layout)
-        if given_layout is not None:
-            prepare(job, given_layout)  # before the planner, which rejects layouts for other reasons
-        layout, record, reason_text = _plan_layout(job, nodes, environment.world_size)
+        layout, record = _plan_layout(job, nodes, environment.world_size)
         check_layout_fits(layout, job, nodes, environment.world_size)
         check_tracker_installed(job.tracker)
         prepared = prepare(job, layout)
@@ -161,19 +166,18 @@ def _start_run(
             if data_record.is_new:
                 folder.write_data(data_record, *sources)
             _print_summary(prepared, say, start)
-            say(f"        {reason_text}")
+            say(f"        {record['reason']}")
             if job.total_steps != previous_job.total_steps:
                 steps = pluralize(job.total_steps, "step")
                 change = f"{steps} instead of {previous_job.total_steps}; the learning rate schedule is adjusted."
-                folder.log_event("steps_changed", change, steps=job.total_steps)
-                say(f"steps_changed: {change}")
+                folder.tell_event(say, "steps_changed", change, steps=job.total_steps)
             for kind, message in events:
-                _log_event(folder, say, kind, message)
+                folder.tell_event(say, kind, message)
         if environment.world_size is not None:
             init_distributed(layout.world, job)
             broadcast_json(None)  # the others read the job that rank 0 has written
         if store is not None:
-            uploader = RunUploader(store, partial(_log_event, folder, say), job.checkpoint.keep)
+            uploader = RunUploader(store, partial(folder.tell_event, say), job.checkpoint.keep)
             ownership.enter_context(uploader.running())
         launch(folder, layout, resume=resumed is not None, fork_server=fork_server, environment=environment)
         is_finished = has_finished(folder)
@@ -186,20 +190,13 @@ def _start_run(
     return folder, is_finished
 
 
-def _own(
-    folder: RunFolder, say: Say, fork_server: ForkServer | None, ownership: ExitStack
-) -> RunStore | None:  # fmt: skip
+def _own(folder: RunFolder, say: Say, fork_server: ForkServer | None, ownership: ExitStack) -> RunStore | None:
     """Makes this launcher the one that writes the run's folder, and its object store, if it is in one."""
     ownership.enter_context(own_run(folder.path, say, fork_server))
     store = RunStore.of(folder.path)
     if store is not None:
         ownership.enter_context(store.claimed(say, on_loss=lambda: os.kill(os.getpid(), signal.SIGTERM)))
     return store
-
-
-def _log_event(folder: RunFolder, say: Say, kind: str, message: str) -> None:
-    folder.log_event(kind, message)
-    say(f"{kind}: {message}")
 
 
 def _open_data(
@@ -228,22 +225,23 @@ def _open_data(
     return record, sources, [*events, *(("warning", sentence) for sentence in warnings)]
 
 
-def _plan_layout(job: Job, nodes: int, world_size: int | None) -> tuple[Layout, dict[str, Any], str]:
-    """Returns the layout to train in, the record for plan.toml, and a line that describes the plan."""
-    given_layout = None if job.layout == "auto" else Layout.parse(job.layout)
+def _plan_layout(job: Job, nodes: int, world_size: int | None) -> tuple[Layout, dict[str, Any]]:
+    """Returns the layout to train in, and the record for plan.toml, whose `reason` describes the plan."""
+    fixed = None
+    if job.layout != "auto":
+        given = Layout.parse(job.layout)
+        prepare(job, given)  # before the planner, which rejects layouts for other reasons
+        fixed = given if given.schedule not in AUTO_SCHEDULES else None
     try:
         local_world = local_machine.local_process_count(job) * nodes if nodes > 1 else None
         plan, source = local_machine.choose_plan(job, world_size or local_world)
     except LayoutError as error:
-        if given_layout is None or given_layout.schedule in AUTO_SCHEDULES:
+        if fixed is None:
             raise
-        reason_text = f"no prediction: {error}"  # the layout runs, but the planner cannot estimate it
-        record = local_machine.layout_record(prepare(job, given_layout)) | {"reason": reason_text}
-        return given_layout, record, reason_text
+        # The layout runs, but the planner cannot estimate it.
+        return fixed, local_machine.layout_record(prepare(job, fixed)) | {"reason": f"no prediction: {error}"}
     local_machine.check_memory(job, plan)
-    is_fixed = given_layout is not None and given_layout.schedule not in AUTO_SCHEDULES
-    layout = given_layout if given_layout is not None and is_fixed else plan.best.layout
-    return layout, local_machine.plan_record(job, plan, source), local_machine.describe_plan(plan, source)
+    return fixed or plan.best.layout, local_machine.plan_record(job, plan, source)
 
 
 def _print_summary(prepared: Prepared, say: Say, start: str = "") -> None:
@@ -283,6 +281,86 @@ def _open_folder(job: Job, resumed: RunFolder | None, layout: Layout, environmen
     return RunFolder(Path(path))
 
 
+def check_layout_fits(layout: Layout, job: Job, nodes: int = 1, world_size: int | None = None) -> None:
+    """Raises LayoutError if this machine and as many others, or this existing world, cannot run the layout."""
+    if job.compile is True and local_machine.pick_device(job) == "cpu":
+        local_machine.check_compiler()
+    if layout.world % nodes:
+        raise LayoutError(f"layout '{layout}': {nodes} nodes cannot share {layout.world} processes equally; change it.")
+    if world_size is not None and world_size != layout.world:
+        problem = f"layout '{layout}' needs {pluralize(layout.world, 'process')}, but this world has {world_size}"
+        raise LayoutError(f"{problem}; change one of them.")
+    on_gpu, gpus = local_machine.pick_device(job) == "cuda", torch.cuda.device_count()
+    if world_size is None and on_gpu and layout.world > max(job.run.processes, gpus) * nodes:
+        needs = f"layout '{layout}' needs {pluralize(layout.world, 'process')}, but this machine has"
+        remedy = f"start on more machines (--node or torchrun), share a GPU (run.processes = {layout.world})"
+        raise LayoutError(f'{needs} {pluralize(gpus, "GPU")}; use a smaller one, {remedy}, or set run.device = "cpu".')
+
+
+def launch(
+    folder: RunFolder, layout: Layout, resume: bool, entry: str = WORKER_ENTRY_POINT,
+    fork_server: ForkServer | None = None, environment: ClusterEnvironment | None = None,
+) -> None:  # fmt: skip
+    """Runs the training to its end, with restarts; raises the last failure once they are used up. `entry` is the
+    function that each worker calls; `fork_server` is an existing server to fork workers from."""
+    if environment is not None and environment.world_size is not None:
+        _run_in_existing_world(folder, layout, resume)
+        return
+    folder.clear_errors()
+    job, log_event = folder.job(), partial(folder.tell_event, print_line)
+    server = ForkServer(WORKER_ENTRY_POINT.partition(":")[0]) if fork_server is None else fork_server
+    worker_pool = WorkerPool(folder.path, server, layout.world)
+    if environment is not None and (node := environment.node) is not None:
+        slots, timeouts = layout.world // node.count, (job.run.join_timeout, job.run.node_patience)
+        worker_pool = NodeCoordinator(folder.path, server, slots, node, log_event, *timeouts)
+        worker_pool.url = parse_url(folder.place)
+    supervisor = Supervisor(
+        folder.path, worker_pool, entry, str(layout), layout.world, job.run.max_restarts, job.run.hang_timeout, folder,
+        log_event, replan=partial(replan, folder, job) if job.run.elastic else None,
+        rejoin_timeout=job.run.rejoin_timeout, use_standby=job.run.standby and job.run.max_restarts > 0,
+    )  # fmt: skip
+
+    forward = lambda number, frame: supervisor.forward_signal(number)  # noqa: E731
+    previous_handlers = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        supervisor.supervise(resume)
+        worker_pool.is_finished = has_finished(folder)
+    finally:
+        worker_pool.close()
+        if fork_server is None:
+            server.close()
+        for number, handler in previous_handlers.items():
+            signal.signal(number, handler)
+
+
+def has_finished(folder: RunFolder) -> bool:
+    """Whether the run's last event is `finished`."""
+    return next((event["event"] for event in reversed(list(folder.events()))), "") == "finished"
+
+
+def replan(folder: RunFolder, job: Job, processes: int) -> tuple[str, int]:
+    """Returns the best layout for at most `processes` processes, and its world size, to resume the run in."""
+    if not processes:
+        raise LayoutError("no processes are left to run on.")
+    plan, source = local_machine.choose_plan(job.model_copy(update={"layout": "auto"}), processes, at_most=True)
+    folder.write_plan(local_machine.plan_record(job, plan, source))
+    return str(plan.best.layout), plan.best.layout.world
+
+
+def _run_in_existing_world(folder: RunFolder, layout: Layout, resume: bool) -> None:
+    """Runs one rank under torchrun or Slurm. If it fails, it prints the error only if it was the first rank to fail."""
+    try:
+        run_worker(folder, layout, resume)
+    except BaseException as error:  # noqa: BLE001 - run_worker has recorded it
+        time.sleep(1.0)  # lets other ranks write their error records
+        records = folder.error_records()
+        if records and records[0]["rank"] == int(os.environ["RANK"]):
+            print(f"shardwise: {failure_text(records[0])}", file=sys.stderr, flush=True)
+        os._exit(getattr(error, "exit_code", 1))  # peers hang in collectives: a regular exit would wait for them
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def find_warnings(prepared: Prepared, training: Source, held_out: Source) -> list[str]:
     """Returns one sentence per setting that is possible but hardly meant."""
     job, optimizer, steps = prepared.job, prepared.job.optimizer, prepared.job.total_steps
@@ -318,9 +396,8 @@ def summarize(folder: RunFolder, job: Job, say: Callable[[str], None]) -> None:
         prompt_source = held_out if len(held_out) else training
         words = tokenizer.decode(prompt_source[0]).split()[1:4]  # not the first word, which may be cut off
         prompt = "def " if job.data.source == "stdlib" else " ".join(words)[:40]
-        model = load_model(folder, job, torch.device("cpu"))
         try:
-            text = generate(model, tokenizer, prompt, 160, job.require_decoder(), temperature=0.7, seed=job.seed)
+            text = sample_run(folder.path, [prompt], Sampling(160, 0.7, seed=job.seed), "cpu")[0]
         except RunError as error:
             text = str(error)
         say(f"generated text after {prompt!r}:")

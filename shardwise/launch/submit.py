@@ -22,6 +22,7 @@ from typing import Any
 from shardwise.errors import JobError
 from shardwise.files import write_text
 from shardwise.job import load_job
+from shardwise.launch.sweep import parse_values
 from shardwise.object_store import parse_url
 
 # Of each kind: its template, the suffix of the file that is written, and the command that takes it.
@@ -60,8 +61,7 @@ class Submission:
         return Path(self.name + KINDS[self.kind][1])
 
     def write(self, command: str) -> str:
-        """Writes the file to submit, which only its owner can read. Returns its text, without the secret of the run, to
-        be shown. `command`: what was typed."""
+        """Writes the file to submit, for its owner only. Returns its text without the secret. `command`: as typed."""
         text = fill(KINDS[self.kind][0], self._values() | {"command": command})
         write_text(self.path, text)
         self.path.chmod(0o600)
@@ -98,10 +98,7 @@ class Submission:
 
     def _array_values(self) -> Values:
         """Returns the values of a job array, whose members differ in one key: KEY=VALUE,VALUE,..."""
-        key, _, listed = self.options["sweep"].partition("=")
-        words = [word for word in listed.split(",") if word]
-        if not key or not words:
-            raise JobError(f"--sweep {self.options['sweep']} is not of the form KEY=VALUE,VALUE, such as seed=0,1,2.")
+        key, words = parse_values(self.options["sweep"], "--sweep")
         settings = f'--set {key}="${{values[$SLURM_ARRAY_TASK_ID]}}"'
         settings += f' --set run.folder={shlex.quote(self.folder)}-"$SLURM_ARRAY_TASK_ID"'
         numbers = {"last_index": len(words) - 1, "log": f"{self.name}-%A-%a.log"}

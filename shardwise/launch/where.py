@@ -1,8 +1,18 @@
-"""`shardwise where`: the cluster this process is in, its devices, links and storage; what a bug report needs first."""
+"""The place of a process in its cluster: `shardwise where` describes it, `shardwise doctor --preflight` measures it.
+
+`where` shows the cluster, devices, links and storage: what a bug report needs first. `--preflight` measures every
+device, disk, clock and link of a world before a long run. Start it as the run will be started, for example `srun
+--ntasks-per-node=8 shardwise doctor --preflight` or `torchrun ... -m shardwise doctor --preflight`; alone, it measures
+this machine. All ranks measure at the same time. For the links they pair up, in other pairs each round, until every
+pair was measured or time is up.
+"""
 
 import os
 import shutil
 import socket
+import statistics
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +20,19 @@ import psutil
 import torch
 
 from shardwise.cluster import GIB
+from shardwise.comm.collectives import all_gather_json, ping_pong
+from shardwise.job import Job
 from shardwise.launch.cluster_environment import ClusterEnvironment
+from shardwise.launch.worker import init_distributed
 from shardwise.train.local_machine import first_gpu, host_memory
-from shardwise.workers.nodes import describe_software
+from shardwise.workers.nodes import MAX_CLOCK_SKEW, describe_software
 
 SHARED_FILE_SYSTEMS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "fuse.", "9p")
+LINK_BYTES, DISK_BYTES, MIB = 8 << 20, 64 << 20, 1 << 20
+LINK_SECONDS, MATMUL_SECONDS = 15.0, 2.0  # time for all links; for the products of each device
+SLOW = 0.7  # below this share of the median, a device, disk or link counts as slow
+RATES = {"matmul": "TFLOP/s", "memory": "GiB of free memory", "disk": "MB/s to disk"}
+Measured = dict[str, Any]
 
 
 def describe_place(environment: ClusterEnvironment, folder: Path) -> dict[str, Any]:
@@ -62,3 +80,87 @@ def place_text(place: dict[str, Any]) -> str:
         "software": ", ".join(f"{name} {version}" for name, version in place["software"].items()),
     }
     return "\n".join(f"{name + ':':<10} {value}" for name, value in rows.items())
+
+
+def measure_world(environment: ClusterEnvironment, folder: Path) -> list[Measured]:
+    """Returns what each rank measured, by rank; `links` are those to higher ranks, in GB/s."""
+    environment.export()
+    world_size = environment.world_size or 1
+    device = init_distributed(world_size, Job())
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    mine = {"host": socket.gethostname(), "memory": free / GIB}
+    mine |= {"matmul": _matmul_rate(device), "disk": _disk_rate(folder)}
+    all_gather_json(None)  # so that all read their clocks at once
+    mine["clock"] = time.time()
+    return all_gather_json(mine | {"links": _link_rates(device, environment.rank, world_size)})
+
+
+def _matmul_rate(device: torch.device) -> float:
+    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
+    matrix, count, begin = torch.randn(size, size, device=device).to(dtype), -1, time.perf_counter()
+    while time.perf_counter() - begin < MATMUL_SECONDS or count < 1:
+        float((matrix @ matrix)[0, 0])  # waits for the device
+        count += 1
+        begin = begin if count else time.perf_counter()  # the first is not counted: it warms up
+    return 2e-12 * size**3 * count / (time.perf_counter() - begin)
+
+
+def _disk_rate(folder: Path) -> float:
+    block, begin = os.urandom(MIB), time.perf_counter()
+    with tempfile.TemporaryFile(dir=folder) as file:
+        for _ in range(DISK_BYTES // MIB):
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+    return DISK_BYTES / (time.perf_counter() - begin) / 1e6
+
+
+def _link_rates(device: torch.device, rank: int, world_size: int) -> dict[str, float]:
+    rates, tensor = dict[str, float](), torch.zeros(LINK_BYTES, dtype=torch.uint8, device=device)
+    last = world_size - 1 + world_size % 2  # of an even number of ranks, the last keeps its place and the others rotate
+    rounds, number = last, 0
+    while number < rounds:
+        peer, seconds = (number - rank) % last if rank < last else number * (last + 1) // 2 % last, 0.0
+        first, second = sorted((rank, last if peer == rank else peer))
+        if second < world_size:
+            for sent in (tensor[:1024], tensor):  # the first connects
+                begin = time.perf_counter()
+                ping_pong(sent, first, second)
+                int(sent[-1])  # waits for the device
+                seconds = time.perf_counter() - begin
+            if rank == first:
+                rates[str(second)] = 2e-9 * LINK_BYTES / seconds
+        if number == 0:  # all ranks agree on the number of rounds
+            rounds = min(rounds, max(1, int(LINK_SECONDS / max(*all_gather_json(seconds), 1e-3))))
+        number += 1
+    return rates
+
+
+def find_problems(found: list[Measured]) -> list[str]:
+    """Returns a sentence for everything that is slow or wrong."""
+    problems, skews = list[str](), [one["clock"] - found[0]["clock"] for one in found]
+    for key, unit in RATES.items():
+        median = statistics.median(one[key] for one in found)
+        for rank, one in enumerate(found):
+            if one[key] < SLOW * median:
+                problems.append(f"rank {rank} on {one['host']} has {one[key]:.3g} {unit}, median: {median:.3g}.")
+    median = statistics.median([rate for one in found for rate in one["links"].values()] or [0.0])
+    for rank, (one, skew) in enumerate(zip(found, skews)):
+        for peer, rate in one["links"].items():
+            if rate < SLOW * median:
+                pair = f"rank {rank} on {one['host']} and rank {peer} on {found[int(peer)]['host']}"
+                problems.append(f"the link between {pair} has {rate:.3g} GB/s, the median is {median:.3g}.")
+        if abs(skew) > MAX_CLOCK_SKEW:
+            problems.append(f"the clock of rank {rank} on {one['host']} is {skew:+.1f} s off that of rank 0.")
+    return problems
+
+
+def preflight_text(found: list[Measured]) -> str:
+    """Returns a line per rank, and the problems."""
+    lines = [f"{'rank':>4} {'host':<16} {'TFLOP/s':>9} {'GiB free':>9} {'disk MB/s':>9} {'slowest link GB/s':>18}"]
+    for rank, one in enumerate(found):
+        links = [*one["links"].values(), *(other["links"][str(rank)] for other in found if str(rank) in other["links"])]
+        slowest = f"{min(links):.3g}" if links else "none"
+        rates = f"{one['matmul']:>9.3g} {one['memory']:>9.3g} {one['disk']:>9.3g} {slowest:>18}"
+        lines.append(f"{rank:>4} {one['host']:<16} {rates}")
+    return "\n".join([*lines, *(find_problems(found) or ["nothing is slow."])])

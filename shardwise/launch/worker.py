@@ -14,34 +14,32 @@ from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardwise.comm import host_staged
-from shardwise.comm.objects import forbid_pickles
+from shardwise.comm.collectives import forbid_pickles
 from shardwise.errors import ShardwiseError
 from shardwise.job import Job
 from shardwise.layout import Layout
-from shardwise.parallel.prepare import Prepared, prepare
-from shardwise.train.local_machine import host_memory, pick_device
+from shardwise.parallel.prepare import prepare
+from shardwise.train.local_machine import core_count, host_memory, pick_device
 from shardwise.train.loop import TrainingLoop, make_engine
 from shardwise.train.metrics_processor import StopFlag
 from shardwise.train.run_folder import RunFolder
-from shardwise.workers.fork_server import snapshot_folder_argument, standby_wait
 from shardwise.workers.heartbeat import Heartbeat
 from shardwise.workers.nodes import open_store
 
 GROUP_TIMEOUT = timedelta(minutes=10)
 
 
-def main(arguments: list[str]) -> None:
-    """Entry point of workers that our launcher starts: RUN LAYOUT STORE [--resume] and the fork server's flags."""
+def main(arguments: list[str], **options: Any) -> None:
+    """Entry point of workers that our launcher starts: RUN LAYOUT STORE [--resume], and the fork server's options."""
     folder, layout = RunFolder.open(Path(arguments[0])), Layout.parse(arguments[1])
     try:
-        resume, snapshots = "--resume" in arguments[3:], snapshot_folder_argument(arguments)
-        run_worker(folder, layout, resume, arguments[2], standby_wait(arguments), snapshots)
+        run_worker(folder, layout, "--resume" in arguments[3:], arguments[2], **options)
     except BaseException as error:  # noqa: BLE001 - run_worker has recorded it; the launcher reports it
         # Peers hang in collectives: exit at once, because a regular exit would wait for them.
         sys.stdout.flush()
@@ -60,13 +58,16 @@ def run_worker(
     prepared = engine = None
     if standby_gate is not None:
         prepared = prepare(folder.job(), layout)
-        if pick_device(prepared.job) == "cpu" and _fits_twice(prepared):
+        copies = 8 * prepared.parameters * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # bytes, one per local rank
+        is_small = not prepared.tables and copies <= host_memory() / 10
+        if pick_device(prepared.job) == "cpu" and is_small:
             engine = make_engine(prepared, init_distributed(layout.world, prepared.job, store))
         if prepared.job.should_compile(pick_device(prepared.job), layout):
             importlib.import_module("torch._inductor.compile_fx")  # takes seconds, which a restart then saves
         standby_gate()
     stop = StopFlag()
-    install_signal_handlers(stop)
+    for number in (signal.SIGTERM, signal.SIGINT):  # the current step is finished and saved
+        signal.signal(number, stop.set)
     heartbeat = Heartbeat(folder.path, rank)
     try:
         prepared = prepared or prepare(folder.job(), layout)
@@ -87,13 +88,6 @@ def run_worker(
         raise
 
 
-def _fits_twice(prepared: Prepared) -> bool:
-    """Whether a full copy of the weights per local rank takes at most a tenth of host memory; False with tables."""
-    if prepared.tables:
-        return False
-    return 8 * prepared.parameters * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) <= host_memory() / 10
-
-
 def init_distributed(world_size: int, job: Job, store: str | None = None) -> torch.device:
     """Initializes the process group from torchrun's environment variables and returns this rank's device.
 
@@ -106,8 +100,7 @@ def init_distributed(world_size: int, job: Job, store: str | None = None) -> tor
         device, is_shared = torch.device("cuda", local_rank % count), local_world_size > count
         torch.cuda.set_device(device)
     else:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // local_world_size))
+        torch.set_num_threads(max(1, core_count() // local_world_size))
     if world_size > 1 and not dist.is_initialized():
         forbid_pickles()
         host_staged.register_backend()
@@ -118,13 +111,3 @@ def init_distributed(world_size: int, job: Job, store: str | None = None) -> tor
             rank, opened = int(os.environ["RANK"]), open_store(store, world_size)
             dist.init_process_group(backend, timeout=GROUP_TIMEOUT, store=opened, rank=rank, world_size=world_size)
     return device
-
-
-def install_signal_handlers(stop: StopFlag) -> None:
-    """Makes SIGTERM and Ctrl-C set the stop flag, so that the current step is finished and saved."""
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        stop.signal_number = number
-
-    signal.signal(signal.SIGTERM, handle)
-    signal.signal(signal.SIGINT, handle)

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.console import format_count, pluralize
-from shardwise.laws.fit import CONSTANTS
-from shardwise.laws.fitted_law import law_from_dict
+from shardwise.laws.fit import CONSTANTS, law_from_dict
 from shardwise.laws.runs import PARAMETER_SCOPES
 
 # Key, alignment with width, and number format of the columns of a design.
@@ -17,7 +16,6 @@ DESIGN_COLUMNS = (
 
 
 def design_lines(rows: Sequence[dict[str, Any]], folder: Path) -> Iterator[str]:
-    """Yields a table of the jobs of a grid."""
     yield " ".join(f"{key:{width}}" for key, width, _ in DESIGN_COLUMNS)
     for row in rows:
         yield " ".join(f"{format(row[key], number_format):{width}}" for key, width, number_format in DESIGN_COLUMNS)
@@ -26,7 +24,6 @@ def design_lines(rows: Sequence[dict[str, Any]], folder: Path) -> Iterator[str]:
 
 
 def fit_lines(values: dict[str, Any]) -> Iterator[str]:
-    """Yields the summary of a fit."""
     label = PARAMETER_SCOPES[values["parameter_scope"]]
     yield f"L(N, D) = E + A / N^alpha + B / D^beta, {pluralize(values['runs'], 'run')}; N: parameters {label}"
     if values["dropped"]:
@@ -47,7 +44,6 @@ def fit_lines(values: dict[str, Any]) -> Iterator[str]:
 
 
 def recommend_lines(result: dict[str, Any], irreducible_loss: float) -> Iterator[str]:
-    """Yields the text of a recommendation."""
     yield from result["warnings"]
     yield f"law:      {result['law']}; N: parameters {PARAMETER_SCOPES[result['parameter_scope']]}"
     yield f"budget:   {result['flops']:.3g} FLOPs, counted as 6 N D"

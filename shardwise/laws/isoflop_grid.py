@@ -1,15 +1,13 @@
 """Designs an iso-FLOP grid: jobs at several compute budgets, with several model sizes at each budget.
 
-Budgets are FLOPs as the planner counts them (`ModelShape.flops`: all matmuls of forward and backward, half of causal
-attention, the head). Sizes are centered at 20 tokens per parameter (Hoffmann et al. 2022), so that each budget has runs
-on both sides of its optimum. Batch size and learning rate follow DeepSeek-AI 2024 (arXiv 2401.02954, section 3.1,
-fitted from 1e17 to 2e19 FLOPs): 0.2920 C^0.3271 tokens and 0.3118 / C^0.125. If that batch leaves fewer than 1000
-steps, the batch shrinks, and the learning rate with its square root, as usual for Adam.
+Budgets are FLOPs as the planner counts them (`ModelShape.flops`). Sizes are centered at 20 tokens per parameter
+(Hoffmann et al. 2022), so that each budget has runs on both sides of its optimum. Batch size and learning rate follow
+DeepSeek-AI 2024 (arXiv 2401.02954, section 3.1, fitted from 1e17 to 2e19 FLOPs): 0.2920 C^0.3271 tokens and 0.3118 /
+C^0.125. If that batch leaves fewer than 1000 steps, it shrinks, and the learning rate with its square root.
 
-All sizes have similar proportions, so that the law sees size alone: depth and head size follow width, and the ratio of
-feed-forward width to width is fixed. Weights are initialized with std sqrt(2 / (5 width)) (Nguyen and Salazar 2019,
-arXiv 1910.05895), which is the usual 0.02 at width 1000; at width 32, 0.02 makes activations vanish and the start of
-learning a matter of luck.
+All sizes have similar proportions, so that the law sees size alone. The initial std of weights is sqrt(2 / (5 width))
+(Nguyen and Salazar 2019, arXiv 1910.05895): the usual 0.02 at width 1000. At width 32, 0.02 makes activations vanish
+and the start of learning a matter of luck.
 """
 
 import math
@@ -63,7 +61,16 @@ def design_grid(
         targets = middle * np.geomspace(1 / spread, spread, sizes) if sizes > 1 else [middle]
         models = {(model.width, model.layers): model
                   for model in (model_of_size(template, target, parameter_scope) for target in targets)}  # fmt: skip
-        jobs += [_make_grid_job(template, model, flops, parameter_scope, folder) for model in models.values()]
+        for model in models.values():
+            parameters = count_parameters(model, parameter_scope)
+            name = f"c{flops:.2g}-n{format_count(parameters).lower()}".replace("+", "")
+            tokens = flops / (shape_of(model).flops(1) / model.sequence)
+            job = job_for_budget(template, model, flops, tokens)
+            batch_tokens, values = job.samples * model.sequence, job.model_dump(exclude_unset=True)
+            values["tokens"] = max(1, round(tokens / batch_tokens)) * batch_tokens
+            values["validation"] = {"samples": VALIDATION_SAMPLES, **values.get("validation", {})}
+            values["run"] = {"folder": str(folder / "runs" / name), **values.get("run", {})}
+            jobs.append(GridJob(folder / f"{name}.toml", make_job(values, name), flops, parameters))
     return jobs
 
 
@@ -75,11 +82,8 @@ def write_grid(jobs: Sequence[GridJob]) -> list[dict[str, Any]]:
         tokens = job.total_steps * job.samples * model.sequence
         size = f"{flops:.3g} FLOPs as the planner counts them, {parameters:,} parameters, {tokens:,} tokens"
         header = f"# A run of an iso-FLOP grid: {size}.\n#\n#   shardwise train {path}\n\n"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_text(path, header + tomli_w.dumps(job.model_dump(exclude_unset=True)))
-        except OSError as error:
-            raise JobError(f"{path} cannot be written: {error.strerror}.") from None
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, header + tomli_w.dumps(job.model_dump(exclude_unset=True)))
         rows.append({
             "file": str(path), "flops": flops, "parameters": parameters, "width": model.width, "layers": model.layers,
             "tokens": tokens, "batch": job.samples, "steps": job.total_steps, "lr": job.optimizer.lr,
@@ -100,19 +104,6 @@ def make_template(settings: Sequence[str], flops: float) -> Job:
     return template.model_copy(update={"model": model})
 
 
-def _make_grid_job(template: Job, model: DecoderConfig, flops: float, parameter_scope: str, folder: Path) -> GridJob:
-    parameters = count_parameters(model, parameter_scope)
-    name = f"c{flops:.2g}-n{format_count(parameters).lower()}".replace("+", "")
-    tokens = flops / (shape_of(model).flops(1) / model.sequence)
-    job = job_for_budget(template, model, flops, tokens)
-    batch_tokens = job.samples * model.sequence
-    values = job.model_dump(exclude_unset=True)
-    values["tokens"] = max(1, round(tokens / batch_tokens)) * batch_tokens
-    values["validation"] = {"samples": VALIDATION_SAMPLES, **values.get("validation", {})}
-    values["run"] = {"folder": str(folder / "runs" / name), **values.get("run", {})}
-    return GridJob(folder / f"{name}.toml", make_job(values, name), flops, parameters)
-
-
 def job_for_budget(template: Job, model: DecoderConfig, flops: float, tokens: float, devices: int = 1) -> Job:
     """Returns a job that trains the model on about these tokens, with a batch size and a learning rate for the budget
     unless the template sets them."""
@@ -121,15 +112,10 @@ def job_for_budget(template: Job, model: DecoderConfig, flops: float, tokens: fl
         batch = BatchConfig(samples=batch_size_for_budget(flops, tokens, model.sequence, devices))
     job = template.model_copy(update={"model": model, "batch": batch})
     if "lr" not in optimizer.model_fields_set:
-        rate = learning_rate_for_budget(flops, job.samples * model.sequence)
-        optimizer = optimizer.model_copy(update={"lr": rate})
+        relative_batch = job.samples * model.sequence / _batch_tokens(flops)
+        rate = 0.3118 * flops**-0.125 * min(1.0, math.sqrt(relative_batch))
+        optimizer = optimizer.model_copy(update={"lr": float(f"{rate:.3g}")})
     return job.model_copy(update={"optimizer": optimizer, "tokens": round(tokens)})
-
-
-def learning_rate_for_budget(flops: float, batch: float) -> float:
-    """Returns the peak learning rate for a budget and a batch of `batch` tokens."""
-    rate = 0.3118 * flops**-0.125 * min(1.0, math.sqrt(batch / _batch_tokens(flops)))
-    return float(f"{rate:.3g}")
 
 
 def batch_size_for_budget(flops: float, tokens: float, sequence: int, devices: int = 1) -> int:
@@ -169,13 +155,10 @@ def model_of_size(template: Job, parameters: float, parameter_scope: str) -> Dec
     return _make_model(base, width, layers)
 
 
-def _head_size(width: int) -> int:
-    return 8 if width < 128 else 32 if width < 512 else 64 if width < 2048 else 128
-
-
 def _make_model(base: DecoderConfig, width: int, layers: int) -> DecoderConfig:
     """Returns a decoder whose FFN is 8/3 times its width; multiples of 64 are too coarse for narrow models."""
-    fields = {"width": width, "layers": layers, "heads": width // _head_size(width)}
+    head_size = 8 if width < 128 else 32 if width < 512 else 64 if width < 2048 else 128
+    fields = {"width": width, "layers": layers, "heads": width // head_size}
     if width < 512 and base.activation != "gelu":
         fields["ffn"] = 8 * round(width / 3)
     init_std = float(f"{math.sqrt(0.4 / (base.mup_base_width or width)):.3g}")

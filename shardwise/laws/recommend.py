@@ -14,11 +14,10 @@ from scipy.optimize import brentq
 from shardwise.cluster import find_cluster
 from shardwise.errors import JobError
 from shardwise.job import Job, load_job
-from shardwise.laws.fit import MAX_FLOPS, ScalingLaw, interval
-from shardwise.laws.fitted_law import FittedLaw
+from shardwise.laws.fit import MAX_FLOPS, FittedLaw, ScalingLaw, interval
 from shardwise.laws.isoflop_grid import SIZE_FIELDS, job_for_budget, model_of_size
 from shardwise.laws.runs import count_parameters
-from shardwise.planner.plan import Plan, make_plan
+from shardwise.planner.plan import make_plan
 
 EXTRAPOLATION_FACTOR = 100.0  # warn beyond this factor outside the fitted range
 NEAR_OPTIMAL_TOLERANCE = 0.005  # relative loss difference that counts as equally good
@@ -56,7 +55,6 @@ def prediction_interval(fitted_law: FittedLaw, N: float, D: float) -> tuple[floa
 
 
 def extrapolation_warnings(fitted_law: FittedLaw, N: float, D: float) -> Iterator[str]:
-    """Yields a warning for each quantity far outside the fitted range."""
     for unit, value in (("parameters", N), ("tokens", D), ("FLOPs", 6 * N * D)):
         low, high = fitted_law.fitted_ranges[unit.lower()]
         if (ratio := max(value / high, low / value)) > EXTRAPOLATION_FACTOR:
@@ -109,23 +107,19 @@ def recommend_with_plan(
         if not seconds or abs(plan.training_seconds / seconds - 1) < DAYS_TOLERANCE:
             break
         flops /= plan.training_seconds / seconds
-    return {**result, "plan": _plan_as_dict(plan, fitted_law.parameter_scope)}
-
-
-def _plan_as_dict(plan: Plan, parameter_scope: str) -> dict[str, Any]:
     job, model = plan.job, plan.job.require_decoder()
-    return {
+    result["plan"] = {
         "cluster": plan.cluster.device.name, "devices": plan.devices, "layout": str(plan.best.layout),
         "fits": plan.fits(plan.best), "days": plan.training_seconds / SECONDS_PER_DAY,
         "device_hours": plan.training_seconds / 3600 * plan.devices, "mfu": plan.mfu(plan.best),
-        "planner_flops": plan.shape.flops(job.samples) * job.total_steps,
-        "batch_samples": job.samples, "lr": job.optimizer.lr, "parameters": count_parameters(model, parameter_scope),
+        "planner_flops": plan.shape.flops(job.samples) * job.total_steps, "batch_samples": job.samples,
+        "lr": job.optimizer.lr, "parameters": count_parameters(model, fitted_law.parameter_scope),
         "model": {key: getattr(model, key) for key in (*SIZE_FIELDS, "init_std", "vocab", "sequence")},
     }  # fmt: skip
+    return result
 
 
 def recommended_job(result: dict[str, Any], devices: int, settings: Sequence[str]) -> Job:
-    """Returns a job that trains the recommended model."""
     template = load_job(None, [*DEFAULT_SETTINGS, *settings])
     if conflicting := sorted(set(SIZE_FIELDS) & template.require_decoder().model_fields_set):
         raise JobError(f"--set model.{conflicting[0]}: the law chooses the model size; remove this setting.")

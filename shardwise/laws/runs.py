@@ -48,7 +48,6 @@ class Runs:
         return len(self.names)
 
     def select(self, selection: Any) -> "Runs":
-        """Returns the runs at the given indices or mask."""
         indices = np.arange(len(self))[selection]
         columns = {quantity: getattr(self, quantity)[indices] for quantity in QUANTITIES}
         return replace(self, names=tuple(self.names[index] for index in indices), **columns)

@@ -6,21 +6,27 @@ thousand lines however long the run is.
 """
 
 import json
+import resource
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_gather
+from shardwise.job import Job
 from shardwise.layout import DEGREES
+from shardwise.parallel.engine import Engine
 
+EmitEvent = Callable[[str, str], None]
 PHASES = ("compute", "optimizer", "data", "checkpoint", "validation")
 WAIT_AXES = (*DEGREES, "data", "local_sgd", "world")
 MEMORY_KINDS = ("weights", "gradients", "optimizer")
@@ -31,6 +37,7 @@ SCALAR_METRICS = (
 )  # fmt: skip
 TARGET_LINES = 1000  # a window covers at most total_steps / TARGET_LINES steps ...
 MIN_LINES = 200  # ... and at most step / MIN_LINES, which keeps early windows short
+TIMELINE_SAMPLES = 50  # steps per run whose pipeline timeline is recorded
 ALERT_WINDOW = 20  # steps per check for stragglers and data stalls
 STRAGGLER_RATIO = 1.5  # a straggler computes more than this many times as long as the median of its peers ...
 ALERT_SHARE = 0.2  # ... and delays them by more than this share of the step. Also the threshold for data stalls
@@ -41,22 +48,17 @@ FIRST_WAIT = FIRST_PHASE + len(PHASES)
 PEAK_MEMORY = FIRST_WAIT + len(WAIT_AXES)
 
 
-@dataclass
-class RankMetrics:
-    """One step of one rank, from its start to the start of the next."""
-
-    start: float = 0.0  # Unix time, on the clock of rank 0
-    seconds: float = 0.0
-    phase_seconds: dict[str, float] = field(default_factory=dict)  # seconds by phase, without waits for other ranks
-    wait_seconds: dict[str, float] = field(default_factory=dict)  # seconds waited for other ranks, by mesh axis
-    peak_memory: float = 0.0  # peak memory so far, in bytes
-    memory_by_kind: dict[str, float] = field(default_factory=dict)  # bytes of weights, gradients and optimizer state
-
-    def to_list(self) -> list[float]:
-        phases = [self.phase_seconds.get(phase, 0.0) for phase in PHASES]
-        waits = [self.wait_seconds.get(axis, 0.0) for axis in WAIT_AXES]
-        memory = [self.memory_by_kind.get(kind, 0.0) for kind in MEMORY_KINDS]
-        return [self.start, self.seconds, *phases, *waits, self.peak_memory, *memory]
+def metrics_row(
+    start: float,
+    seconds: float,
+    phase_seconds: dict[str, float],
+    wait_seconds: dict[str, float],
+    memory: dict[str, float],
+) -> list[float]:
+    """Returns the row of one step of one rank, from its start (Unix time on the clock of rank 0) to the next. Phases do
+    not include waits; `memory`: bytes of weights, gradients and optimizer state, and the peak so far."""
+    groups = (phase_seconds, PHASES), (wait_seconds, WAIT_AXES), (memory, ("peak", *MEMORY_KINDS))
+    return [start, seconds, *(values.get(name, 0.0) for values, names in groups for name in names)]
 
 
 @dataclass
@@ -90,12 +92,25 @@ class RankMetricsWriter:
 
     def flush(self, step: int) -> None:
         """Writes the current window, which ends at `step`, as one line."""
-        if self.window:
-            text = json.dumps(to_record(step, len(self.window), sum_steps(self.window)))
-            # A lost line is harmless; checkpoints report a full disk.
-            with suppress(OSError), self.path.open("a") as file:
-                file.write(text + "\n")
-            self.window = []
+        if not self.window:
+            return
+        rows, gib = sum_steps(self.window), 2.0**30
+
+        def columns(names: Sequence[str], first: int, scale: float = 1.0) -> dict[str, list[float]]:
+            values = rows[:, first : first + len(names)].T / scale
+            return {name: column.round(5).tolist() for name, column in zip(names, values, strict=True) if column.any()}
+
+        record = {
+            "step": step, "steps": len(self.window), "start": rows[:, START].round(4).tolist(),
+            "seconds": rows[:, SECONDS].round(5).tolist(), "phase_seconds": columns(PHASES, FIRST_PHASE),
+            "wait_seconds": columns(WAIT_AXES, FIRST_WAIT),
+            "memory_gib": (rows[:, PEAK_MEMORY] / gib).round(4).tolist(),
+            "memory_by_kind_gib": columns(MEMORY_KINDS, PEAK_MEMORY + 1, gib),
+        }  # fmt: skip
+        # A lost line is harmless; checkpoints report a full disk.
+        with suppress(OSError), self.path.open("a") as file:
+            file.write(json.dumps(record) + "\n")
+        self.window = []
 
 
 def sum_steps(steps: list[np.ndarray]) -> np.ndarray:
@@ -103,20 +118,6 @@ def sum_steps(steps: list[np.ndarray]) -> np.ndarray:
     total = np.sum(steps, axis=0)
     total[:, START], total[:, PEAK_MEMORY:] = steps[0][:, START], steps[-1][:, PEAK_MEMORY:]
     return np.asarray(total)
-
-
-def to_record(step: int, num_steps: int, rows: np.ndarray) -> dict[str, Any]:
-    def columns(names: Sequence[str], first: int, scale: float = 1.0) -> dict[str, list[float]]:
-        values = rows[:, first : first + len(names)].T / scale
-        return {name: column.round(5).tolist() for name, column in zip(names, values, strict=True) if column.any()}
-
-    gib = 2.0**30
-    return {
-        "step": step, "steps": num_steps, "start": rows[:, START].round(4).tolist(),
-        "seconds": rows[:, SECONDS].round(5).tolist(), "phase_seconds": columns(PHASES, FIRST_PHASE),
-        "wait_seconds": columns(WAIT_AXES, FIRST_WAIT), "memory_gib": (rows[:, PEAK_MEMORY] / gib).round(4).tolist(),
-        "memory_by_kind_gib": columns(MEMORY_KINDS, PEAK_MEMORY + 1, gib),
-    }  # fmt: skip
 
 
 def find_slowest_rank(rows: np.ndarray) -> dict[str, Any]:
@@ -150,7 +151,7 @@ def find_alerts(phase_seconds: np.ndarray, seconds: np.ndarray, stages: int) -> 
     return alerts
 
 
-def clock_offset(ranks: Axis, device: torch.device) -> float:
+def measure_clock_offset(ranks: Axis, device: torch.device) -> float:
     """Returns how many seconds this rank's clock is ahead of rank 0's, read right after collectives; 0 if noise."""
     sent = torch.zeros(1, dtype=torch.float64, device=device)
     received = sent.repeat(ranks.size)
@@ -178,3 +179,107 @@ def sum_bytes_by_kind(tensors_by_kind: dict[str, Sequence[Any]]) -> dict[str, fl
                 seen.add(storage.data_ptr())
                 totals[kind] += storage.nbytes()
     return totals
+
+
+class RankMetricsCollector:
+    """Measures this rank's steps and all-gathers the metrics. Calls `emit_event` for new alerts (stragglers and data
+    stalls, both as `straggler` events)."""
+
+    def __init__(self, job: Job, engine: Engine, optimizer: Optimizer, run_path: Path, emit_event: EmitEvent):
+        mesh, world = engine.mesh, engine.mesh.layout.world
+        self.timer = engine.timer
+        self.engine, self.optimizer, self.run_path, self.emit_event = engine, optimizer, run_path, emit_event
+        self.device, self.rank, self.world, self.is_main = mesh.device, mesh.rank, world, mesh.rank == 0
+        self.last_step, self.last_row, self.last_waits = 0, metrics_row(0.0, 0.0, {}, {}, {}), dict[str, float]()
+        """The last step taken (0 if none since `reset`); metrics and waits of the last step that has ended."""
+        self.memory_by_kind: dict[str, float] = {}
+        self._memory_read_time, self._peak_bytes = -1.0, 0.0
+        self._gradient_bytes_hook = optimizer.register_step_pre_hook(self._count_gradient_bytes)
+        self.writer = RankMetricsWriter(run_path / "ranks.jsonl", job.total_steps, mesh.layout.pipeline)
+        self.clock_offset = measure_clock_offset(mesh.all_ranks, self.device) if world > 1 else 0.0
+        self.timeline_every = max(10, job.total_steps // TIMELINE_SAMPLES)
+        # "loader": the data-parallel ranks of all local-SGD replicas.
+        is_first_of_stage = all(mesh[axis].index == 0 for axis in ("loader", "context", "tensor"))
+        self.records_timeline = engine.pipeline is not None and is_first_of_stage
+
+    def reset(self) -> None:
+        """Discards the current measurement; called before the first step and after a rollback."""
+        self.timer.begin_step()
+        self.last_step = 0
+
+    def begin(self, steps_done: int) -> None:
+        """Ends the measurement of the previous step and starts that of step `steps_done + 1`."""
+        if self.last_step:
+            self._end_step()
+        self.timer.begin_step()
+        self._step_start, self._step_perf_counter = time.time() - self.clock_offset, time.perf_counter()
+        if self.records_timeline and steps_done % self.timeline_every == 2:  # the first steps are warm-up
+            self.timer.start_recording()
+
+    def _end_step(self) -> None:
+        self.timer.begin_phase("")
+        phase_seconds, self.last_waits = self.timer.elapsed()
+        if "weights" not in self.memory_by_kind:
+            self._gradient_bytes_hook.remove()
+            states = [value for state in self.optimizer.state.values() for value in state.values()]
+            states = [value for value in states if isinstance(value, Tensor)]
+            self.memory_by_kind |= sum_bytes_by_kind({"weights": self._weights(), "optimizer": states})
+        seconds = time.perf_counter() - self._step_perf_counter
+        memory = self.memory_by_kind | {"peak": self.peak_memory()}
+        self.last_row = metrics_row(self._step_start, seconds, phase_seconds, self.last_waits, memory)
+        if actions := self.timer.take_recorded_actions():
+            offset = self.clock_offset
+            shifted = [[*action, round(begin - offset, 6), round(end - offset, 6)] for *action, begin, end in actions]
+            path = self.run_path / "timeline" / f"rank-{self.rank}.jsonl"
+            with suppress(OSError):
+                path.parent.mkdir(exist_ok=True)
+                with path.open("a") as file:
+                    file.write(json.dumps({"step": self.last_step, "actions": shifted}) + "\n")
+
+    def peak_memory(self) -> float:
+        """Returns this rank's peak memory in bytes: of the GPU, or resident. Read at most once a second: it is slow."""
+        if time.monotonic() - self._memory_read_time >= 1.0:
+            self._memory_read_time = time.monotonic()
+            self._peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # resident memory
+            if self.device.type == "cuda":
+                self._peak_bytes = torch.cuda.max_memory_allocated(self.device)
+        return self._peak_bytes
+
+    def _count_gradient_bytes(self, *_: Any) -> None:
+        """Counts gradient bytes right before the first optimizer step, while gradients exist."""
+        gradients = [weight.grad for weight in self._weights() if weight.grad is not None]
+        self.memory_by_kind = self.memory_by_kind or sum_bytes_by_kind({"gradients": gradients})
+
+    def _weights(self) -> list[Tensor]:
+        tensors = [w for chain in self.engine.chains for w in (*chain.parameters(), *chain.buffers())]
+        return tensors + [param_shard.tensor for param_shard in self.engine.param_shards]
+
+    def exchange(self) -> Tensor:
+        """All-gathers the metrics of the previous step (ranks, columns), on the device if there are several ranks."""
+        device = self.device if self.world > 1 else None  # a copy to the device would wait for the step
+        local_row = torch.tensor(self.last_row, dtype=torch.float64, device=device)
+        all_rows = local_row.unsqueeze(0)
+        if self.world > 1:
+            all_rows = local_row.new_empty(self.world, local_row.numel())
+            all_gather(all_rows.view(-1), local_row, axis=self.engine.mesh.all_ranks)
+        return all_rows
+
+    def write(self, step: int, rows: Tensor) -> dict[str, Any]:
+        """On rank 0, writes the rows of a step and returns its slowest rank; otherwise, or if `step` is 0, {}."""
+        if not step or not self.is_main:
+            return {}
+        table = rows.cpu().numpy()
+        for message in self.writer.add(step, table):
+            self.emit_event("straggler", message)
+        return {"step": step, **find_slowest_rank(table)} if self.world > 1 else {}
+
+    def finish(self) -> None:
+        """Exchanges and writes the last step. Every rank must call it."""
+        if not self.last_step:
+            return
+        self._memory_read_time = -1.0
+        self._end_step()
+        rows = self.exchange()
+        if self.is_main:
+            self.writer.add(self.last_step, rows.cpu().numpy())
+            self.writer.flush(self.last_step)

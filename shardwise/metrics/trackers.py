@@ -1,11 +1,5 @@
-"""Experiment trackers, chosen by the job key `tracker`.
-
-    csv          metrics.csv in the run folder
-    prometheus   metrics.prom in the run folder, for node_exporter's textfile collector; updated at most once a second
-    tensorboard  event files in `tensorboard/` of the run folder; needs the tensorboard package
-    wandb        a Weights & Biases run; needs the wandb package and an account, or its offline mode
-
-`metrics.jsonl` is always written. A tracker that fails is disabled; the run continues.
+"""Experiment trackers, chosen by the job key `tracker`: one or several (docs/how-to/watch-a-run.md). All get the
+numbers of `metrics.jsonl`, which is always written. A tracker that fails is disabled; the run continues.
 """
 
 import csv
@@ -29,13 +23,12 @@ CSV_COLUMNS = (
 LogFn = Callable[[dict[str, Any]], None]
 
 
-def check_tracker_installed(name: str) -> None:
-    """Raises JobError if the tracker's package is missing. Called before the run starts."""
-    if name in ("tensorboard", "wandb") and importlib.util.find_spec(name) is None:
-        raise JobError(
-            f'tracker = "{name}" needs the package {name}, which is not installed; run `pip install {name}`, '
-            'or use tracker = "csv" or "prometheus", which need no package.'
-        )
+def check_tracker_installed(names: str | tuple[str, ...]) -> None:
+    """Raises JobError if a tracker's package is missing. Called before the run starts."""
+    for name in (names,) if isinstance(names, str) else names:
+        if name not in ("tensorboard", "wandb", "mlflow") or importlib.util.find_spec(name) is not None:
+            continue
+        raise JobError(f'tracker = "{name}" needs the package {name}: `pip install {name}`; csv needs none.')
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -53,41 +46,41 @@ def numbers_of(record: dict[str, Any]) -> dict[str, float]:
 
 
 class Tracker:
-    """Logs each record to the job's tracker. If that fails, emits one `tracker_failed` event and stops logging."""
+    """Logs each record to the job's trackers. If one fails, emits a `tracker_failed` event and stops logging to it."""
 
     def __init__(self, job: Job, folder: Path, emit_event: Callable[[str, str], None]):
         self.job, self.folder, self.emit_event = job, folder, emit_event
-        self.log_fn: LogFn | None = None
-        self.disabled = not job.tracker
+        self.log_fns: dict[str, LogFn | None] = dict.fromkeys(job.trackers)
 
     def __call__(self, record: dict[str, Any]) -> None:
-        if self.disabled:
-            return
-        try:
-            if self.log_fn is None:
-                self.log_fn = LOG_FN_FACTORIES[self.job.tracker](self.job, self.folder)
-            self.log_fn(record)
-        except Exception as error:  # noqa: BLE001 - a broken tracker must not end the run
-            self.disabled = True
-            reason = f"{type(error).__name__}: {error}"
-            self.emit_event("tracker_failed", f"{self.job.tracker} is disabled for the rest of this run: {reason}")
+        for name, log_fn in list(self.log_fns.items()):
+            try:
+                if log_fn is None:
+                    log_fn = self.log_fns[name] = LOG_FN_FACTORIES[name](self.job, self.folder)
+                log_fn(record)
+            except Exception as error:  # noqa: BLE001 - a broken tracker must not end the run
+                del self.log_fns[name]
+                reason = f"{type(error).__name__}: {error}"
+                self.emit_event("tracker_failed", f"{name} is disabled for the rest of this run: {reason}")
 
 
 class CsvWriter:
     def __init__(self, job: Job, folder: Path):
         self.path, self.metrics_path, self.last_step = folder / "metrics.csv", folder / "metrics.jsonl", -1
+        sets = (f"validation.{name}.loss" for name in job.validation.sets)
+        self.columns = (*CSV_COLUMNS, "validation.loss", *sets)
 
     def __call__(self, record: dict[str, Any]) -> None:
         if record["step"] != self.last_step + 1 or not self.path.exists():
             self._rewrite()  # the first record, or the run rolled back
         else:
             with self.path.open("a", newline="") as file:
-                csv.DictWriter(file, CSV_COLUMNS, extrasaction="ignore").writerow(numbers_of(record))
+                csv.DictWriter(file, self.columns, extrasaction="ignore").writerow(numbers_of(record))
         self.last_step = record["step"]
 
     def _rewrite(self) -> None:
         with self.path.open("w", newline="") as file, self.metrics_path.open() as lines:
-            out = csv.DictWriter(file, CSV_COLUMNS, extrasaction="ignore")
+            out = csv.DictWriter(file, self.columns, extrasaction="ignore")
             out.writeheader()
             for line in lines:
                 if line.endswith("\n") and (record := parse_record(line)) is not None:
@@ -98,13 +91,15 @@ class PrometheusWriter:
     def __init__(self, job: Job, folder: Path):
         self.path, self.total_steps, self.next_write = folder / "metrics.prom", job.total_steps, 0.0
         self.run = re.sub(r'["\\\n]', "_", folder.resolve().name)
+        self.validation: dict[str, Any] = {}  # the last one, which most steps have not
 
     def __call__(self, record: dict[str, Any]) -> None:
+        self.validation = record.get("validation", self.validation)
         if time.monotonic() < self.next_write and record["step"] < self.total_steps:
             return
         self.next_write = time.monotonic() + 1.0
         temporary = self.path.with_suffix(".tmp")
-        temporary.write_text(self.render(record))
+        temporary.write_text(self.render(record | {"validation": self.validation}))
         os.replace(temporary, self.path)
 
     def render(self, record: dict[str, Any]) -> str:
@@ -118,19 +113,28 @@ class PrometheusWriter:
         return "\n".join(lines) + "\n"
 
 
+def _log_numbers(job: Job, log: Callable[..., object], end: Callable[[], object]) -> LogFn:
+    """Returns what passes the numbers of a record to a tracker's `log`, and calls its `end` after the last step."""
+
+    def log_record(record: dict[str, Any]) -> None:
+        values = {key.replace(".", "/"): value for key, value in numbers_of(record).items() if key != "step"}
+        log(values, step=record["step"])
+        if record["step"] == job.total_steps:
+            end()
+
+    return log_record
+
+
 def _tensorboard(job: Job, folder: Path) -> LogFn:
     from torch.utils.tensorboard import SummaryWriter
 
-    writer = SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
+    writer: Any = SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
 
-    def log(record: dict[str, Any]) -> None:
-        for name, value in numbers_of(record).items():
-            if name not in ("step", "time"):
-                writer.add_scalar(name.replace(".", "/"), value, record["step"])  # type: ignore[no-untyped-call]
-        if record["step"] == job.total_steps:
-            writer.close()  # type: ignore[no-untyped-call]
+    def log(values: dict[str, float], step: int) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
 
-    return log
+    return _log_numbers(job, log, writer.close)
 
 
 def _wandb(job: Job, folder: Path) -> LogFn:
@@ -138,16 +142,24 @@ def _wandb(job: Job, folder: Path) -> LogFn:
 
     name = folder.resolve().name
     run = wandb.init(project="shardwise", id=name, name=name, dir=str(folder), config=job.model_dump(), resume="allow")
+    return _log_numbers(job, run.log, run.finish)
 
-    def log(record: dict[str, Any]) -> None:
-        values = {key.replace(".", "/"): value for key, value in numbers_of(record).items() if key != "step"}
-        run.log(values, step=record["step"])
-        if record["step"] == job.total_steps:
-            run.finish()
 
-    return log
+def _mlflow(job: Job, folder: Path) -> LogFn:
+    import mlflow
+
+    saved = folder / "mlflow-run.txt"
+    if "MLFLOW_TRACKING_URI" not in os.environ:
+        mlflow.set_tracking_uri((folder / "mlruns").resolve().as_uri())
+    run_id = saved.read_text() if saved.exists() else None  # of a run that goes on
+    run = mlflow.start_run(run_id=run_id, run_name=folder.resolve().name)
+    if run_id is None:
+        saved.write_text(run.info.run_id)
+        mlflow.log_params({key: str(value)[:500] for key, value in flatten(job.model_dump()).items()})
+    return _log_numbers(job, mlflow.log_metrics, mlflow.end_run)
 
 
 LOG_FN_FACTORIES: dict[str, Callable[[Job, Path], LogFn]] = {
     "csv": CsvWriter, "prometheus": PrometheusWriter, "tensorboard": _tensorboard, "wandb": _wandb,
+    "mlflow": _mlflow,
 }  # fmt: skip

@@ -23,13 +23,10 @@ if TYPE_CHECKING:
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 PLAIN = re.compile(r"[\w.-]+")  # names of layers; peft also takes regular expressions
-# What we cannot compute: by field of adapter_config.json, the values that ask for nothing.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "bias": ("none", None), "use_dora": (False, None), "use_rslora": (False, None), "modules_to_save": (None, []),
-    "layers_to_transform": (None, []), "layer_replication": (None, []), "fan_in_fan_out": (False, None),
-    "lora_bias": (False, None), "trainable_token_indices": (None, []), "exclude_modules": (None, []),
-    "use_qalora": (False, None), "alora_invocation_tokens": (None, []),
-}  # fmt: skip
+# Fields of adapter_config.json that ask for what we cannot compute, unless they are empty.
+UNSUPPORTED = ("bias", "use_dora", "use_rslora", "modules_to_save", "layers_to_transform", "layer_replication",
+               "fan_in_fan_out", "lora_bias", "trainable_token_indices", "exclude_modules", "use_qalora",
+               "alora_invocation_tokens")  # fmt: skip
 
 
 def file_names(root: nn.Module) -> Iterator[tuple[str, str, int]]:
@@ -94,18 +91,18 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         targets = [targets] if isinstance(targets, str) else list(targets)
         found["targets"] = targets + (config.get("target_parameters") or [])
         found["ranks"], found["alphas"] = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
-        unsupported = [field for field, allowed in UNSUPPORTED.items() if config.get(field) not in allowed]
-        patterns = [
-            name for name in (*found["targets"], *found["ranks"], *found["alphas"]) if not PLAIN.fullmatch(name)
+        asked = {field: config.get(field) for field in UNSUPPORTED}
+        unsupported = [
+            field for field, value in asked.items() if value not in (None, [], "none") and value is not False
         ]
+        names = (*found["targets"], *found["ranks"], *found["alphas"])
+        patterns = [name for name in names if not PLAIN.fullmatch(name)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise JobError(f"model.lora.adapter: {folder / CONFIG_FILE} cannot be read: {error}.") from None
     if config.get("peft_type") != "LORA" or unsupported or patterns:
         reason = f"{unsupported[0]} = {config[unsupported[0]]!r}" if unsupported else ", ".join(patterns)
-        raise JobError(
-            f"model.lora.adapter: {folder / CONFIG_FILE} has {reason or 'another type'}; only plain LoRA of layers "
-            "that are named can be trained."
-        )
+        what = f"{folder / CONFIG_FILE} has {reason or 'another type'}"
+        raise JobError(f"model.lora.adapter: {what}; only plain LoRA of layers that are named can be trained.")
     return found
 
 
@@ -124,9 +121,8 @@ def read_adapter(folder: Path, root: nn.Module) -> dict[str, Tensor]:
             raise JobError(f"model.lora.adapter: {folder} has no {file}, which this model needs.")
         found[ours] = from_file(stored.pop(file), ours, experts)
         if found[ours].shape != shapes[ours]:
-            raise JobError(
-                f"model.lora.adapter: {file} has the shape {list(found[ours].shape)}, not {list(shapes[ours])}."
-            )
+            sizes = f"{list(found[ours].shape)}, not {list(shapes[ours])}"
+            raise JobError(f"model.lora.adapter: {file} has the shape {sizes}.")
     if stored:
         raise JobError(f"model.lora.adapter: {folder} has {next(iter(stored))}, which this model does not have.")
     return found

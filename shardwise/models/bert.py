@@ -23,26 +23,23 @@ def build_bert(config: BertConfig, seed: int) -> Chain:
 
 
 def sharding_plan(config: BertConfig) -> ShardingPlan:
-    normal = InitSpec("normal", config.init_std)
+    others = ("*", InitSpec("normal", config.init_std))
     return replace(
         gpt.sharding_plan(config),
-        init=(("*norm*.weight", InitSpec("ones")), ("*.bias", InitSpec("zeros")), ("*", normal)),
+        init=(("*norm*.weight", InitSpec("ones")), ("*.bias", InitSpec("zeros")), others),
         compared_modules=("embed", "block*.attention", "block*.norm1", "block*.mlp", "block*", "head.norm"),
     )
 
 
-class BertEmbedding(nn.Module):
+class BertEmbedding(gpt.DecoderEmbedding):
     def __init__(self, config: BertConfig, seed: int):
-        super().__init__()
-        self.tokens = nn.Embedding(config.vocab, config.width)
-        self.positions = gpt.LearnedPositions(config.sequence, config.width)
+        super().__init__(config, seed)
         self.types = nn.Parameter(torch.empty(2, config.width))
         self.norm = gpt.build_norm(config)
-        self.dropout = Dropout(config.dropout, "embed", seed)
 
-    def forward(self, tokens: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, ids: Tensor | None = None, **batch: Tensor | None) -> Tensor:
         x = self.tokens(tokens)
-        return self.dropout(self.norm(x + self.positions(x.shape[1]) + self.types[0]), ids)
+        return self.dropout(self.norm(x + self.positions(x.shape[1]) + self.types[0]), ids)  # type: ignore[misc]
 
 
 class BertBlock(nn.Module):

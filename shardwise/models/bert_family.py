@@ -1,13 +1,10 @@
 """The config and family of BERT: an encoder trained by masked language modeling."""
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
 from shardwise.models.gpt_family import DecoderConfig, GPTFamily
-
-if TYPE_CHECKING:
-    from shardwise.models.objectives import Objective
 
 
 class BertConfig(DecoderConfig):
@@ -32,7 +29,7 @@ class BertConfig(DecoderConfig):
         return self.vocab - 1 if self.mask_token_id < 0 else self.mask_token_id
 
     @property
-    def reserved_ids(self) -> int:
+    def reserved_ids(self) -> int:  # type: ignore[override]
         return int(self.mask_token_id < 0)
 
     @property
@@ -53,11 +50,7 @@ class BertConfig(DecoderConfig):
 class BertFamily(GPTFamily):
     config = BertConfig
     builder = "shardwise.models.bert:build_bert"
-
-    def objective(self, config: BertConfig, seed: int) -> "Objective":
-        from shardwise.models.objectives import MaskedLM
-
-        return MaskedLM(config, seed)
+    objective_class = "shardwise.models.objectives:MaskedLM"
 
     def decoder_shape(self, config: BertConfig) -> dict[str, Any]:  # type: ignore[override]
         overrides = {"causal": False, "logit_fraction": config.mlm_probability, "has_exact_cost_model": False}

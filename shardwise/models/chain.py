@@ -36,8 +36,7 @@ class Chain(nn.Module):
         super().__init__()
         self.is_taken = False  # whether an engine has sharded it
         self.sharding_plan = sharding_plan
-        self.initial: InitialValues | None = None
-        """Where weights come from; None: the sharding plan says how they are initialized."""
+        self.initial: InitialValues | None = None  # where weights come from; None: from the sharding plan's `init`
         for name, module in modules:
             self.add_module(name, module)
         self.tie_weights()

@@ -2,18 +2,31 @@
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from shardwise.errors import shorten
+from shardwise.files import parse_toml
 from shardwise.models.adapter_files import read_adapter_config
-from shardwise.models.presets import PRESETS
 
 MAX_NUMBER = 10**15
 """Bound of every number of a job but the seed. Most keys have a lower one: sizes that some product overflows, counts
 of processes and files."""
 
+
+def read_tables(name: str) -> dict[str, dict[str, Any]]:
+    """Returns the tables of a TOML file of this folder. `like` names one before it whose values are taken over, also
+    those of subtables; tables whose name begins with an underscore are only for that."""
+    found: dict[str, dict[str, Any]] = {}
+    for key, table in parse_toml((Path(__file__).parent / name).read_text(encoding="utf-8")).items():
+        base = found.get(table.pop("like", ""), {})
+        subtables = {name: {**base.get(name, {}), **value} for name, value in table.items() if isinstance(value, dict)}
+        found[key] = {**base, **table, **subtables}
+    return {key: table for key, table in found.items() if not key.startswith("_")}
+
+
+PRESETS = read_tables("presets.toml")  # published model shapes by name
 _SUFFIX_FACTORS = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
@@ -60,9 +73,8 @@ def _check_plain(value: object, allows_bool: bool, limit: int) -> None:
         raise ValueError(f"{shorten(value)} is beyond {float(limit):g}, the bound of every number here")
     if isinstance(value, str) and "\0" in value:
         raise ValueError("it contains a NUL character")
-    for item in (
-        [*value, *value.values()] if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    ):
+    items = [*value, *value.values()] if isinstance(value, Mapping) else value
+    for item in items if isinstance(items, list | tuple) else ():
         _check_plain(item, allows_bool, limit)
 
 
@@ -76,21 +88,15 @@ def split_step(weights: str) -> tuple[Path, str]:
 class LoRA(ConfigSection):
     """Trains low-rank adapters beside the linear layers instead of the model's weights (`model.lora`)."""
 
-    adapter: str = ""
-    """Folder of an adapter of peft to start from, which fills in missing keys."""
-    rank: int = Field(16, ge=1, le=10**5)
-    """Columns of B and rows of A."""
-    alpha: float = Field(0.0, ge=0.0)
-    """The update is multiplied by alpha / rank; 0: twice the rank."""
+    adapter: str = ""  # Folder of an adapter of peft to start from, which fills in missing keys
+    rank: int = Field(16, ge=1, le=10**5)  # Columns of B and rows of A
+    alpha: float = Field(0.0, ge=0.0)  # The update is multiplied by alpha / rank; 0: twice the rank
     targets: tuple[str, ...] = ()
     """Layers with an adapter, by name, last part of a name (`q_proj`) or pattern (`block1.*`); none: all linear layers
     of the blocks, experts included."""
-    ranks: dict[str, int] = {}
-    """Other ranks, by name or pattern of layers."""
-    alphas: dict[str, float] = {}
-    """Other values of alpha, by name or pattern of layers."""
-    init_std: float = Field(0.0, ge=0.0)
-    """Standard deviation of the initial B; 0: training starts at the given model."""
+    ranks: dict[str, int] = {}  # Other ranks, by name or pattern of layers
+    alphas: dict[str, float] = {}  # Other values of alpha, by name or pattern of layers
+    init_std: float = Field(0.0, ge=0.0)  # Standard deviation of the initial B; 0: training starts at the given model
 
     @model_validator(mode="before")
     @classmethod
@@ -112,12 +118,9 @@ class LoRA(ConfigSection):
 class ModelConfig(ConfigSection):
     """The base of every family's `[model]` section: the attributes that the rest of the package uses."""
 
-    description: ClassVar[str]
-    """Family name with an indefinite article, for error messages: "a decoder"."""
-    sample_kind: ClassVar[Literal["tokens", "images", "clicks"]] = "tokens"
-    """Type of a data sample."""
-    is_causal_lm: ClassVar[bool] = False
-    """Whether the model generates text from left to right."""
+    description: ClassVar[str]  # family name with an indefinite article, for error messages: "a decoder"
+    sample_kind: ClassVar[Literal["tokens", "images", "clicks"]] = "tokens"  # type of a data sample
+    is_causal_lm: ClassVar[bool] = False  # whether the model generates text from left to right
     targets_are_text: ClassVar[bool] = True
     """Whether every target is a token of the text, so that bits per byte can be computed from the loss."""
     is_recomputable_elsewhere: ClassVar[bool] = True
@@ -127,8 +130,15 @@ class ModelConfig(ConfigSection):
     """Whether each rank must run its share of the batch as a single micro-batch, without gradient accumulation."""
     passes_batch: ClassVar[bool] = False
     """Whether every pipeline stage gets the batch, because it runs the forward of a module that is not ours."""
-    supports_muon: ClassVar[bool] = True
-    """Whether blocks have weight matrices, which Muon updates."""
+    supports_muon: ClassVar[bool] = True  # whether blocks have weight matrices, which Muon updates
+    counts_samples: ClassVar[bool] = False  # whether the loss is a mean over samples, whatever their targets are
+    reserved_ids: ClassVar[int] = 0
+    """Number of ids at the end of the vocabulary that the text must not contain (mask, sentinels)."""
+    document_separator: ClassVar[int] = -1
+    """Id of the end-of-document token, across which attention is masked; -1: no document masking."""
+    num_experts: ClassVar[int] = 0  # number of routed experts per MoE layer; 0: the model has none
+    reports_routing: ClassVar[bool] = False  # whether the layers count the tokens that each expert gets
+    adamw_only: ClassVar[str] = ""  # the configured key that works only with AdamW; empty if there is none
     name: str
     weights: str = ""
     """Weights to start from: a run (`runs/first`, `runs/first@200` for a step) or a Hugging Face folder, whose model
@@ -143,18 +153,9 @@ class ModelConfig(ConfigSection):
         preset = PRESETS.get(str(values.get("name")), {}) if isinstance(values, Mapping) else {}
         return {**{key: value for key, value in preset.items() if key != "family"}, **values} if preset else values
 
-    def shrink(self) -> Self:
-        """Returns a small config of the same family for `shardwise verify`; odd sizes stay odd (uneven shards)."""
-        return self.model_validate(self.model_dump() | self._shrunk_values() | {"weights": ""})
-
     def _shrunk_values(self) -> dict[str, Any]:
-        """Returns the values that differ in the small config."""
+        """Returns what differs in a small config for `shardwise verify`; odd sizes stay odd (uneven shards)."""
         raise NotImplementedError
-
-    @property
-    def counts_samples(self) -> bool:
-        """Whether the loss is a mean over samples, whatever their targets are."""
-        return False
 
     @property
     def throughput_unit(self) -> str:
@@ -180,31 +181,6 @@ class ModelConfig(ConfigSection):
     def text_window(self) -> int:
         """Number of text tokens that one sample is built from."""
         return self.length
-
-    @property
-    def reserved_ids(self) -> int:
-        """Number of ids at the end of the vocabulary that the text must not contain (mask, sentinels)."""
-        return 0
-
-    @property
-    def document_separator(self) -> int:
-        """Id of the end-of-document token, across which attention is masked; -1: no document masking."""
-        return -1
-
-    @property
-    def num_experts(self) -> int:
-        """Number of routed experts per MoE layer; 0: the model has none."""
-        return 0
-
-    @property
-    def reports_routing(self) -> bool:
-        """Whether the layers count the tokens that each expert gets."""
-        return self.num_experts > 0
-
-    @property
-    def adamw_only(self) -> str:
-        """The configured key that works only with AdamW; empty if there is none."""
-        return ""
 
     @property
     def weights_folder(self) -> Path | None:

@@ -22,7 +22,7 @@ class MLP(nn.Module):
 
     def __init__(self, sizes: list[int], final_relu: bool):
         super().__init__()
-        self.sizes, self.final_relu = sizes, final_relu
+        self.final_relu = final_relu
         self.layers = nn.ModuleList(nn.Linear(size, out_size) for size, out_size in pairwise(sizes))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -72,10 +72,10 @@ class DenseDLRM(Chain):
         bottom = MLP([config.dense_features, *config.bottom, config.width], final_relu=True)
         top = MLP([config.width + num_pairs, *config.top, 1], final_relu=False)
         init_specs = [
-            (f"{part}.layers.{number}.weight", InitSpec("normal", math.sqrt(2.0 / sum(pair))))
-            for part, mlp in (("bottom", bottom), ("top", top))
-            for number, pair in enumerate(pairwise(mlp.sizes))
-        ]
+            (f"{part}.{name}", InitSpec("normal", math.sqrt(2.0 / sum(weight.shape))))
+            for part, mlp in (("bottom", bottom), ("top", top)) for name, weight in mlp.named_parameters()
+            if weight.dim() == 2
+        ]  # fmt: skip
         plan = ShardingPlan(
             shard_dims=(), modules=(), init=(*init_specs, ("*.bias", InitSpec("zeros"))),
             compared_modules=("bottom", "top"),

@@ -1,15 +1,12 @@
 """The config and family of DLRM: recommenders with embedding tables sharded over the host memory of all ranks."""
 
 import math
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
 from shardwise.models.config import Count, ModelConfig
 from shardwise.models.family import Family, TableSpec
-
-if TYPE_CHECKING:
-    import torch
 
 
 class DLRMConfig(ModelConfig):
@@ -24,12 +21,10 @@ class DLRMConfig(ModelConfig):
     """Number of categorical features; each has its own embedding table in host memory."""
     rows: Annotated[Count, Field(ge=1, le=10**11)] | tuple[Annotated[Count, Field(ge=1, le=10**11)], ...] = 1_000_000
     """Rows per table, or a list with the rows of each table."""
-    width: int = Field(128, ge=1, le=10**6)
-    """Embedding dimension."""
+    width: int = Field(128, ge=1, le=10**6)  # Embedding dimension
     lookups: int = Field(1, ge=1, le=10_000)
     """Number of lookups per table and sample (multi-hot); their embeddings are summed."""
-    dense_features: int = Field(13, ge=1, le=10**6)
-    """Number of dense (continuous) features."""
+    dense_features: int = Field(13, ge=1, le=10**6)  # Number of dense (continuous) features
     bottom: tuple[Annotated[int, Field(ge=1, le=10**6)], ...] = (512, 256)
     """Hidden sizes of the bottom MLP, which maps the dense features to `width`."""
     top: tuple[Annotated[int, Field(ge=1, le=10**6)], ...] = (1024, 1024, 512, 256)
@@ -74,7 +69,7 @@ class DLRMFamily(Family):
             "local_sgd": "a DLRM's tables are shared by all replicas; use local_sgd.every = 1.",
         }  # fmt: skip
 
-    def example_batch(self, config: DLRMConfig, samples: int, dtype: "torch.dtype") -> "dict[str, torch.Tensor]":
+    def example_batch(self, config: DLRMConfig, samples: int, dtype: Any) -> dict[str, Any]:
         import torch
 
         return {

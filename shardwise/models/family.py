@@ -45,10 +45,10 @@ class TableSpec:
 class Family:
     """A model family. The `config` that its methods take is the job's `[model]` section."""
 
-    config: ClassVar[type[ModelConfig]]
-    """The `[model]` section."""
+    config: ClassVar[type[ModelConfig]]  # the `[model]` section
     builder: ClassVar[str]
     """The function that `build` calls, as `package.module:function`, so that it is imported only when it is needed."""
+    objective_class: ClassVar[str] = ""  # that of the training objective, likewise; empty: next-token prediction
     verify_layouts: ClassVar[Sequence[str]] = ()
     """Layouts that `shardwise verify` proves by default; empty: the standard list."""
 
@@ -73,10 +73,10 @@ class Family:
             return self.build(config, seed)
 
     def objective(self, config: Any, seed: int) -> Objective:
-        """Returns the function that turns token windows into inputs and targets; by default, next-token prediction."""
-        from shardwise.models.objectives import next_token
-
-        return next_token
+        """Returns the function that turns token windows into inputs and targets."""
+        if not self.objective_class:
+            return resolve_name("shardwise.models.objectives:next_token")  # type: ignore[no-any-return]
+        return resolve_name(self.objective_class)(config, seed)  # type: ignore[no-any-return]
 
     def reference(self, config: Any) -> nn.Module | None:
         """Returns transformers' module of the same shape in float64; None if there is none or it is not installed."""
@@ -98,7 +98,7 @@ class Family:
 
     def shrink(self, config: Any) -> Any:
         """Returns a small config of the same family, for `shardwise verify`."""
-        return config.shrink()
+        return config.model_validate(config.model_dump() | config._shrunk_values() | {"weights": ""})
 
     def refusals(self, config: Any) -> dict[str, str]:
         """Returns the settings that this model does not support, each with the reason. Keys: an axis of a layout,
@@ -128,12 +128,10 @@ class Family:
         without matmuls, such as an embedding, counts 8 per output element for the memory that it moves."""
         import torch
 
-        from shardwise.models.trace import trace_module
-
         batch = self.example_batch(config, 1, torch.float32)
         batch.pop("targets", None)  # the fused loss computes gradients
         chain = self.build_on_meta(config).eval()  # in training, a batch norm refuses a single value per channel
-        costs = trace_module(chain, has_equal_children=True, **batch)
+        costs = resolve_name("shardwise.models.trace:trace_module")(chain, has_equal_children=True, **batch)
         flops = [module.flops or 2.0 * module.output_bytes for module in costs]  # of 4 bytes per element
         if not costs[-1].name:  # what the chain computes outside of its modules
             flops[-2:] = [sum(flops[-2:])]
@@ -145,16 +143,13 @@ class Family:
 
     def operator_costs(self, config: Any, itemsize: int) -> Callable[..., tuple[OperatorCosts, ...]]:
         """Returns a function from micro-batch size (and tensor degree) to the costs of each module, by tracing."""
-        from shardwise.models.trace import trace_family
-
-        return trace_family(self, config, itemsize)
+        return resolve_name("shardwise.models.trace:trace_family")(self, config, itemsize)  # type: ignore[no-any-return]
 
     def trace_costs(self, config: Any, samples: int, dtype: torch.dtype) -> tuple[OperatorCosts, ...]:
         """Returns the costs of each module for a micro-batch."""
-        from shardwise.models.trace import trace_module
-
-        model = self.build_on_meta(config).to(dtype)
-        return trace_module(model, has_equal_children=True, **self.example_batch(config, samples, dtype))
+        model, batch = self.build_on_meta(config).to(dtype), self.example_batch(config, samples, dtype)
+        trace = resolve_name("shardwise.models.trace:trace_module")
+        return trace(model, has_equal_children=True, **batch)  # type: ignore[no-any-return]
 
     def stage_shapes(self, config: Any, layout: Any, samples: int) -> tuple[Tensor, tuple[int, ...]]:
         """Returns the first stage's input on the meta device, and the shape of what stages exchange."""
@@ -178,10 +173,8 @@ class Family:
 
     def build_reference(self, config: Any, seed: int, dtype: torch.dtype) -> nn.Module:
         """Returns the model that `verify` takes for the truth, initialized."""
-        from shardwise.models.chain import init_weights
-
         model = self.build(config, seed).to(dtype)
-        init_weights(model, seed)
+        resolve_name("shardwise.models.chain:init_weights")(model, seed)
         return model
 
     def reference_loss(self, config: Any, model: nn.Module, samples: Any, document_ids: Any = None) -> Tensor | None:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.models import layers, sharding
+from shardwise.models import sharding
 from shardwise.models.chain import Chain
 from shardwise.models.config import ModelConfig
 from shardwise.models.gpt_family import DecoderConfig
@@ -85,8 +85,7 @@ def sharding_plan(config: DecoderConfig) -> sharding.ShardingPlan:
     rope_dim = config.qk_rope_head_dim if isinstance(config, MoEConfig) else 0
     hidden_std = config.init_std * math.sqrt(mup_width_multiplier(config))
     residual_std = hidden_std / math.sqrt(2 * config.layers)  # GPT-2: of the matrices that write to the residual stream
-    by_query = [_query_head_rows(config, query) for query in range(config.heads)]
-    query_rows, value_columns = zip(*by_query)
+    query_rows, value_columns = zip(*(_query_head_rows(config, query) for query in range(config.heads)))
     return sharding.ShardingPlan(
         shard_dims=(
             sharding.Rowwise("embed.tokens.weight", dim=0),
@@ -94,12 +93,9 @@ def sharding_plan(config: DecoderConfig) -> sharding.ShardingPlan:
             sharding.Rowwise("block*.attention.out.weight", unit=value_rows, head_rows=value_columns),
             sharding.Colwise("block*.attention.q_up.weight", unit=config.head_dim + rope_dim),
             sharding.Colwise("block*.attention.kv_up.weight", unit=2 * config.head_dim),
-            sharding.Colwise("block*.up.*"),
-            sharding.Colwise("block*.gate.*"),
+            *(sharding.Colwise(name) for name in ("block*.up.*", "block*.gate.*", "head.project.weight")),
             sharding.Rowwise("block*.down.weight"),
-            sharding.Colwise("head.project.weight"),
-            sharding.Colwise("block*.mlp.bank.up", dim=1),
-            sharding.Colwise("block*.mlp.bank.gate", dim=1),
+            *(sharding.Colwise(f"block*.mlp.bank.{name}", dim=1) for name in ("up", "gate")),
             sharding.Rowwise("block*.mlp.bank.down", dim=2),
         ),
         modules=(
@@ -113,11 +109,9 @@ def sharding_plan(config: DecoderConfig) -> sharding.ShardingPlan:
         init=(
             ("*norm*.weight", sharding.InitSpec("ones")),
             ("*.bias", sharding.InitSpec("zeros")),
-            ("*.attention.out.weight", sharding.InitSpec("normal", residual_std)),
-            ("*.down.weight", sharding.InitSpec("normal", residual_std)),
-            ("*.mlp.bank.down", sharding.InitSpec("normal", residual_std)),
-            ("embed.*", sharding.InitSpec("normal", config.init_std)),
-            ("head.*", sharding.InitSpec("normal", config.init_std)),
+            *((name, sharding.InitSpec("normal", residual_std))
+              for name in ("*.attention.out.weight", "*.down.weight", "*.mlp.bank.down")),
+            *((name, sharding.InitSpec("normal", config.init_std)) for name in ("embed.*", "head.*")),
             ("*", sharding.InitSpec("normal", hidden_std)),
         ),
         compared_modules=("embed", "block*.norm1", "block*.attention", "block*.norm2", "block*.mlp", "block*",
@@ -223,9 +217,8 @@ class SelfAttention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rope_theta is not None:
-            rope_cos_sin = self.rope_cos_sin or rope_angles(
-                x.shape[1], self.head_dim, self.rope_theta, x.device, self.rope_scaling
-            )
+            sizes = x.shape[1], self.head_dim, self.rope_theta
+            rope_cos_sin = self.rope_cos_sin or rope_angles(*sizes, x.device, self.rope_scaling)
             q, k = apply_rope(q, rope_cos_sin), apply_rope(k, rope_cos_sin)
         q = q if self.scale == 1.0 else q * self.scale
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # B KG S H, as views: memory stays B S KG H
@@ -249,14 +242,15 @@ class FeedForward(nn.Module):
 
 
 class DecoderHead(nn.Module):
-    """The final norm and the LM head."""
+    """The final norm and the LM head; without a head, that of an encoder."""
 
-    def __init__(self, norm: nn.Module, project: "LMHead"):
+    def __init__(self, norm: nn.Module, project: "LMHead | None"):
         super().__init__()
         self.norm, self.project = norm, project
 
     def forward(self, x: Tensor, targets: Tensor | None = None, **batch: Tensor | None) -> Tensor:
-        return self.project(self.norm(x), targets)
+        x = self.norm(x)
+        return x if self.project is None else self.project(x, targets)
 
 
 class LMHead(nn.Module):
@@ -284,26 +278,25 @@ class MultiHeadLatentAttention(nn.Module):
         self.head_dim, self.rope_dim, self.kv_lora_rank = config.head_dim, config.qk_rope_head_dim, config.kv_lora_rank
         self.rope_theta, self.rope_scaling = config.rope_theta, config.rope_scaling
         self.rope_cos_sin: tuple[Tensor, Tensor] | None = None
-        self.q_down = layers.Linear(config.width, config.q_lora_rank, bias=False)
-        self.q_norm = layers.RMSNorm(config.q_lora_rank, eps=config.norm_eps)
+        self.q_down = Linear(config.width, config.q_lora_rank, bias=False)
+        self.q_norm = RMSNorm(config.q_lora_rank, eps=config.norm_eps)
         query_width = config.heads * (config.head_dim + config.qk_rope_head_dim)
-        self.q_up = layers.Linear(config.q_lora_rank, query_width, bias=False)
-        self.kv_down = layers.Linear(config.width, config.kv_lora_rank + config.qk_rope_head_dim, bias=False)
-        self.kv_norm = layers.RMSNorm(config.kv_lora_rank, eps=config.norm_eps)
-        self.kv_up = layers.Linear(config.kv_lora_rank, 2 * config.heads * config.head_dim, bias=False)
-        self.out = layers.Linear(config.heads * config.head_dim, config.width, bias=False)
+        self.q_up = Linear(config.q_lora_rank, query_width, bias=False)
+        self.kv_down = Linear(config.width, config.kv_lora_rank + config.qk_rope_head_dim, bias=False)
+        self.kv_norm = RMSNorm(config.kv_lora_rank, eps=config.norm_eps)
+        self.kv_up = Linear(config.kv_lora_rank, 2 * config.heads * config.head_dim, bias=False)
+        self.out = Linear(config.heads * config.head_dim, config.width, bias=False)
 
     def forward(self, x: Tensor, document_ids: Tensor | None = None) -> Tensor:
         q = self.q_up(self.q_norm(self.q_down(x))).unflatten(-1, (-1, self.head_dim + self.rope_dim))  # B S heads H+R
         kv_latent, k_rope = self.kv_down(x).split((self.kv_lora_rank, self.rope_dim), -1)
         k, v = self.kv_up(self.kv_norm(kv_latent)).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, -1)  # B S heads H
         if self.rope_dim:
-            rope_cos_sin = self.rope_cos_sin or layers.rope_angles(
-                x.shape[1], self.rope_dim, self.rope_theta, x.device, self.rope_scaling
-            )
+            sizes = x.shape[1], self.rope_dim, self.rope_theta
+            rope_cos_sin = self.rope_cos_sin or rope_angles(*sizes, x.device, self.rope_scaling)
             q_nope, q_rope = q.split((self.head_dim, self.rope_dim), -1)
-            q = torch.cat((q_nope, layers.apply_rope(q_rope, rope_cos_sin)), -1)
-            k = torch.cat((k, layers.apply_rope(k_rope.unsqueeze(2), rope_cos_sin).expand(-1, -1, k.shape[2], -1)), -1)
+            q = torch.cat((q_nope, apply_rope(q_rope, rope_cos_sin)), -1)
+            k = torch.cat((k, apply_rope(k_rope.unsqueeze(2), rope_cos_sin).expand(-1, -1, k.shape[2], -1)), -1)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        y = layers.sdpa(q, k, v, causal=True, document_ids=document_ids)
+        y = sdpa(q, k, v, causal=True, document_ids=document_ids)
         return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]

@@ -1,6 +1,6 @@
 """The config and family of decoder-only transformers: GPT-2, GPT-3 and Llama shapes."""
 
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
@@ -32,10 +32,8 @@ class DecoderConfig(ModelConfig):
     layers: int = Field(8, ge=1, le=1000)
     width: int = Field(256, ge=1, le=10**6)
     heads: int = Field(8, ge=1, le=10_000)
-    kv_heads: int = Field(0, ge=0, le=10_000)
-    """Number of key/value heads (grouped-query attention); 0: `heads`."""
-    head_dim: int = Field(0, ge=0, le=10_000)
-    """Features per head; 0: width / heads."""
+    kv_heads: int = Field(0, ge=0, le=10_000)  # Number of key/value heads (grouped-query attention); 0: `heads`
+    head_dim: int = Field(0, ge=0, le=10_000)  # Features per head; 0: width / heads
     ffn: int = Field(0, ge=0, le=10**7)
     """Hidden size of the MLP; 0: 4 x width for gelu, 8/3 x width rounded up to a multiple of 64 for swiglu."""
     vocab: int = Field(256, ge=2, le=10**7)
@@ -44,14 +42,10 @@ class DecoderConfig(ModelConfig):
     norm: Literal["layer", "rms"] = "rms"
     activation: Literal["gelu", "swiglu"] = "swiglu"
     bias: bool = False
-    qkv_bias: bool = False
-    """Whether queries, keys and values have a bias even if nothing else has (Qwen2)."""
-    qk_norm: bool = False
-    """Whether the queries and keys of each head go through an RMSNorm before RoPE (Qwen3)."""
-    tied: bool = True
-    """Whether the LM head shares the token embedding's weight."""
-    dropout: float = Field(0.0, ge=0.0, lt=1.0)
-    """Dropout probability of the embeddings and of each residual branch."""
+    qkv_bias: bool = False  # Whether queries, keys and values have a bias even if nothing else has (Qwen2)
+    qk_norm: bool = False  # Whether the queries and keys of each head go through an RMSNorm before RoPE (Qwen3)
+    tied: bool = True  # Whether the LM head shares the token embedding's weight
+    dropout: float = Field(0.0, ge=0.0, lt=1.0)  # Dropout probability of the embeddings and of each residual branch
     attention_dropout: float = 0.0
     rope_theta: float = Field(10_000.0, gt=0.0)
     rope_scaling: RopeScaling = RopeScaling()
@@ -64,34 +58,27 @@ class DecoderConfig(ModelConfig):
 
     @model_validator(mode="after")
     def _check_shape(self) -> "DecoderConfig":
-        defaults = {}
         if self.mup_base_width and not self.supports_mup:
             raise ValueError(f"mup_base_width works for a dense decoder only, not for {self.description}; leave it out")
         if self.eod_token_id >= self.vocab:
             raise ValueError(f"eod_token_id ({self.eod_token_id}) must be below vocab ({self.vocab})")
         if self.eod_token_id >= 0 and not self.is_causal_lm:
             raise ValueError(f"eod_token_id is supported only for decoders, not for {self.description}; leave it out")
-        if not self.kv_heads:
-            defaults["kv_heads"] = self.heads
-        if not self.head_dim:
-            if self.width % self.heads:
-                sizes = f"width ({self.width}) must be a multiple of heads ({self.heads})"
-                raise ValueError(f"{sizes}; change one or set head_dim")
-            defaults["head_dim"] = self.width // self.heads
-        if not self.ffn:
-            hidden = 4 * self.width if self.activation == "gelu" else -(-8 * self.width // 3 // 64) * 64
-            defaults["ffn"] = hidden or self.width
+        if not self.head_dim and self.width % self.heads:
+            sizes = f"width ({self.width}) must be a multiple of heads ({self.heads})"
+            raise ValueError(f"{sizes}; change one or set head_dim")
+        ffn = 4 * self.width if self.activation == "gelu" else -(-8 * self.width // 3 // 64) * 64
+        defaults = {"kv_heads": self.heads, "head_dim": self.width // self.heads, "ffn": ffn or self.width}
         # The config is frozen, so plain assignment fails even inside its own validator.
         for key, value in defaults.items():
-            object.__setattr__(self, key, value)
+            object.__setattr__(self, key, getattr(self, key) or value)
         if self.heads % self.kv_heads:
             raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
         if self.positions == "rotary" and self.head_dim % 2:
             raise ValueError(f"rotary positions need an even head_dim, not {self.head_dim}; change it")
         if self.attention_dropout:
             raise ValueError(
-                f"attention_dropout ({self.attention_dropout}) must be 0: fused attention kernels cannot draw the same "
-                "dropout masks in every layout; use dropout instead"
+                "attention_dropout must be 0: fused attention draws other masks in each layout; use dropout"
             )
         return self
 
@@ -106,16 +93,12 @@ class DecoderConfig(ModelConfig):
         }  # fmt: skip
 
     @property
-    def document_separator(self) -> int:
+    def document_separator(self) -> int:  # type: ignore[override]
         return self.eod_token_id
 
     @property
-    def adamw_only(self) -> str:
+    def adamw_only(self) -> str:  # type: ignore[override]
         return "mup_base_width" if self.mup_base_width else ""
-
-
-def _pretrained() -> Any:
-    return import_module("shardwise.models.pretrained")  # which imports PyTorch
 
 
 class GPTFamily(Family):
@@ -126,14 +109,14 @@ class GPTFamily(Family):
         return {"expert": f"{config.name!r} has no experts; leave expert at 1."}
 
     def reference(self, config: DecoderConfig) -> Any:
-        return _pretrained().reference_decoder(config)
+        return resolve_name("shardwise.models.pretrained:reference_decoder")(config)
 
     def pretrained_weights(self, config: DecoderConfig, chain: Any) -> Any:
         folder = config.weights_folder
-        return None if folder is None else _pretrained().PretrainedWeights(config, folder)
+        return None if folder is None else resolve_name("shardwise.models.pretrained:PretrainedWeights")(config, folder)
 
     def export_weights(self, config: DecoderConfig, weights: Any) -> Any:
-        return _pretrained().export_weights(config, weights, config.weights_folder)
+        return resolve_name("shardwise.models.pretrained:export_weights")(config, weights, config.weights_folder)
 
     def export_config(self, config: DecoderConfig) -> dict[str, Any]:
         if not find_format(config, config.weights_folder):
@@ -141,10 +124,8 @@ class GPTFamily(Family):
         return make_config(config, config.weights_folder)
 
     def decoder_shape(self, config: DecoderConfig) -> dict[str, Any]:
-        return {
-            "layers": config.layers, "width": config.width, "heads": config.heads, "kv_heads": config.kv_heads,
-            "head_dim": config.head_dim, "ffn": config.ffn, "vocab": config.vocab, "sequence": config.sequence,
-            "gated": config.activation == "swiglu", "tied": config.tied,
+        keys = ("layers", "width", "heads", "kv_heads", "head_dim", "ffn", "vocab", "sequence", "tied")
+        return {key: getattr(config, key) for key in keys} | {
+            "gated": config.activation == "swiglu", "has_exact_cost_model": not config.qk_norm,
             "positions": config.sequence if config.positions == "learned" else 0,
-            "has_exact_cost_model": not config.qk_norm,
         }  # fmt: skip

@@ -56,15 +56,10 @@ def add_adapters(root: nn.Module, config: LoRA) -> None:
         _add_adapter(module, leaf, config.rank_of(name, matches), config.alpha_of(name, matches))
 
 
-def freeze(root: nn.Module) -> None:
-    """Freezes everything but the adapters."""
-    for name, parameter in root.named_parameters():
-        parameter.requires_grad_(is_adapter(name))
-
-
 def adapt_chain(chain: Chain, root: nn.Module, config: LoRA) -> None:
     """Makes the adapters that the module of a chain has what is initialized and trained."""
-    freeze(chain)
+    for name, parameter in chain.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
     plan = chain.sharding_plan
     init = ("*lora_A", InitSpec("fan_in")), ("*lora_B", InitSpec("normal", config.init_std))
     chain.sharding_plan = replace(plan, init=(*init, *plan.init))
@@ -75,8 +70,8 @@ def adapt_chain(chain: Chain, root: nn.Module, config: LoRA) -> None:
 def add_initialized(root: nn.Module, config: LoRA, chain: Chain, seed: int) -> None:
     """Gives a reference model the adapters of a chain, with the same initial values."""
     add_adapters(root, config)
-    freeze(root)
     for name, parameter in root.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
         if is_adapter(name):
             init_slice(chain, name, parameter.data, parameter.shape, (0,) * parameter.dim(), seed)
 
@@ -120,19 +115,13 @@ class AddUpdate:
         self.module, self.leaf = module, leaf
 
     def __call__(self, weight: Tensor) -> Tensor:
-        return weight + scaled_update(self.module, self.leaf)
+        scale, down, up = (getattr(self.module, f"{self.leaf}_lora_{part}") for part in ("scale", "A", "B"))
+        update = scale * (up @ down)
+        return weight + (update.mT if is_transposed(self.module) else update)
 
 
 def _add_update(module: Any, args: tuple[Tensor, ...], y: Tensor) -> Tensor:
     return y + module.lora_scale * F.linear(F.linear(args[0], module.lora_A), module.lora_B)
-
-
-def scaled_update(module: Any, leaf: str = "weight") -> Tensor:
-    """Returns what the adapter adds to a weight."""
-    prefix = "" if leaf == "weight" else f"{leaf}_"
-    down, up = getattr(module, f"{prefix}lora_A"), getattr(module, f"{prefix}lora_B")
-    update: Tensor = getattr(module, f"{prefix}lora_scale") * (up @ down)
-    return update.mT if is_transposed(module) else update
 
 
 def is_transposed(module: nn.Module) -> bool:

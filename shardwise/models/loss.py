@@ -42,7 +42,6 @@ def fused_linear_cross_entropy(
     x: Tensor, weight: Tensor, targets: Tensor, vocab_shard: VocabShard | None, chunk_size: int, use_fp8: bool = False
 ) -> Tensor:
     """Returns the cross-entropy of `x @ weight.T`, summed over the targets, in chunks of `chunk_size` positions.
-
     If `chunk_size` is 0, all logits are computed at once, and the gradient matmuls run in the backward. `use_fp8`: if
     there are chunks and the shapes allow it, the gradient of `x` is computed with an FP8 matmul."""
     if chunk_size:

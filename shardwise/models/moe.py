@@ -8,6 +8,7 @@ Shape letters: T tokens, E experts, F hidden features of an expert, D width.
 
 import math
 from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -96,18 +97,18 @@ class MoE(nn.Module):
             self.expert_load = counts.clone() if self.expert_load is None else self.expert_load.add_(counts)
             if self.tokens_per_expert is not None:
                 self.tokens_per_expert.add_(counts)
-        rows = tokens.repeat_interleave(self.top_k, 0)
         kept = self._kept_mask(expert_ids, samples, first_time)
         if kept is not None:
+            rows = tokens.repeat_interleave(self.top_k, 0)
             first, count = self.local_experts or (0, self.router.shape[0])
             order = order[: len(order) * count // len(counts)] if is_fake(expert_ids) else order[kept[order]]
             kept_counts = tokens_per_expert(expert_ids.flatten()[order] - first, count)
             expert_out = self._run_experts(rows.index_select(0, order), kept_counts)
             rows = torch.zeros_like(rows).index_copy(0, order, expert_out)
-        else:
-            inverse = order.argsort()
-            rows = Permute.apply(self._run_experts(Permute.apply(rows, order, inverse), counts), inverse, order)
-        return (rows.unflatten(0, expert_ids.shape) * weights.unsqueeze(-1)).sum(1)
+            return (rows.unflatten(0, expert_ids.shape) * weights.unsqueeze(-1)).sum(1)
+        inverse = order.argsort()
+        rows = self._run_experts(SortByExpert.apply(tokens, order, inverse), counts)
+        return WeightedSum.apply(rows, weights, order, inverse)  # type: ignore[no-any-return]
 
     def _kept_mask(self, expert_ids: Tensor, samples: int, first_time: bool) -> Tensor | None:
         """Returns which routing choices this rank computes; None: all."""
@@ -152,7 +153,7 @@ class ExpertWeights(nn.Module):
         if self.gate is None:
             hidden = F.gelu(hidden, approximate="tanh")
         else:
-            hidden = F.silu(GroupedLinear.apply(rows, self.gate, counts)) * hidden
+            hidden = swiglu(GroupedLinear.apply(rows, self.gate, counts), hidden)
         return GroupedLinear.apply(hidden, self.down, counts)  # type: ignore[no-any-return]
 
 
@@ -205,17 +206,69 @@ class AddAuxiliaryLoss(torch.autograd.Function):
         return grads[0], ctx.saved_tensors[0].to(ctx.dtype), None
 
 
-class Permute(torch.autograd.Function):
-    """Permutes rows; the backward uses the inverse permutation instead of a scatter-add."""
+def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Makes one kernel of a function on a GPU."""
+    compiled = cache(lambda: torch.compile(function))  # on first use: it looks for GPUs, which no parent of ranks may
+
+    @wraps(function)
+    def run(x: Tensor, *args: Any) -> Tensor:
+        return (compiled() if x.is_cuda and not is_fake(x) else function)(x, *args)
+
+    return run
+
+
+@fused
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+@fused
+def sum_choices(rows: Tensor, inverse: Tensor, top_k: int) -> Tensor:
+    return rows.index_select(0, inverse).unflatten(0, (-1, top_k)).sum(1)
+
+
+@fused
+def weighted_sum(rows: Tensor, weights: Tensor, inverse: Tensor) -> Tensor:
+    return (rows.index_select(0, inverse).unflatten(0, weights.shape) * weights.unsqueeze(-1)).sum(1)
+
+
+@fused
+def weighted_sum_grad_rows(grad: Tensor, weights: Tensor, order: Tensor) -> Tensor:
+    return grad.index_select(0, order // weights.shape[1]) * weights.flatten()[order].unsqueeze(-1)
+
+
+@fused
+def weighted_sum_grad_weights(grad: Tensor, rows: Tensor, inverse: Tensor) -> Tensor:
+    return (rows.index_select(0, inverse).unflatten(0, (len(grad), -1)) * grad.unsqueeze(1)).sum(-1)
+
+
+class SortByExpert(torch.autograd.Function):
+    """Repeats each token for its choices, sorted by expert; the backward adds them up, without a scatter-add."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(inverse)
-        return x.index_select(0, order)
+        ctx.top_k = len(order) // len(tokens)
+        return tokens.index_select(0, order // ctx.top_k)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0].index_select(0, ctx.saved_tensors[0]), None, None
+        return sum_choices(grads[0], ctx.saved_tensors[0], ctx.top_k), None, None
+
+
+class WeightedSum(torch.autograd.Function):
+    """Sorts rows back and adds up the choices of each token, weighted."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, weights, order, inverse)
+        return weighted_sum(rows, weights, inverse)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        rows, weights, order, inverse = ctx.saved_tensors
+        grad_rows = weighted_sum_grad_rows(grads[0], weights, order)
+        return grad_rows, weighted_sum_grad_weights(grads[0], rows, inverse), None, None
 
 
 class GroupedLinear(torch.autograd.Function):

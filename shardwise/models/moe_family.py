@@ -13,17 +13,14 @@ class MoEConfig(DecoderConfig):
     description = "a mixture of experts"
     supports_mup = False
     is_recomputable_elsewhere = False
+    reports_routing = True
     name: str = "moe"
-    experts: int = Field(8, ge=2, le=1000)
-    """Number of routed experts per MoE layer."""
-    experts_per_token: int = Field(2, ge=1, le=1000)
-    """Number of routed experts per token (top-k)."""
-    expert_ffn: int = Field(0, ge=0, le=10**7)
-    """Hidden size of each routed expert; 0: `ffn`."""
+    experts: int = Field(8, ge=2, le=1000)  # Number of routed experts per MoE layer
+    experts_per_token: int = Field(2, ge=1, le=1000)  # Number of routed experts per token (top-k)
+    expert_ffn: int = Field(0, ge=0, le=10**7)  # Hidden size of each routed expert; 0: `ffn`
     shared_expert_ffn: int = Field(0, ge=0, le=10**7)
     """Hidden size of the shared expert, which processes every token; 0: no shared expert."""
-    dense_layers: int = Field(0, ge=0, le=1000)
-    """Number of leading blocks with a dense MLP instead of experts."""
+    dense_layers: int = Field(0, ge=0, le=1000)  # Number of leading blocks with a dense MLP instead of experts
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
     """Function that turns router logits into routing probabilities."""
     routed_scaling_factor: float = Field(1.0, gt=0.0)
@@ -36,10 +33,8 @@ class MoEConfig(DecoderConfig):
     """Coefficient of the load-balancing loss, which is computed per sample; 0: off."""
     router_z_loss_coef: float = Field(0.0, ge=0.0)
     """Coefficient of the router z-loss, the mean squared log-sum-exp of the router logits; 0: off."""
-    q_lora_rank: int = Field(0, ge=0, le=10**6)
-    """MLA: rank of the query projection; 0: no MLA."""
-    kv_lora_rank: int = Field(0, ge=0, le=10**6)
-    """MLA: rank of the joint key/value projection; 0: no MLA."""
+    q_lora_rank: int = Field(0, ge=0, le=10**6)  # MLA: rank of the query projection; 0: no MLA
+    kv_lora_rank: int = Field(0, ge=0, le=10**6)  # MLA: rank of the joint key/value projection; 0: no MLA
     qk_rope_head_dim: int = Field(0, ge=0, le=10**6)
     """MLA: features per query and key head that carry RoPE, in addition to `head_dim`."""
 
@@ -53,8 +48,7 @@ class MoEConfig(DecoderConfig):
             raise ValueError(f"dense_layers ({self.dense_layers}) must be below layers ({self.layers})")
         if bool(self.kv_lora_rank) != bool(self.q_lora_rank) or (self.qk_rope_head_dim and not self.kv_lora_rank):
             raise ValueError(
-                f"latent attention needs q_lora_rank ({self.q_lora_rank}) and kv_lora_rank ({self.kv_lora_rank}) above "
-                f"0; otherwise leave both and qk_rope_head_dim ({self.qk_rope_head_dim}) at 0"
+                "latent attention needs q_lora_rank and kv_lora_rank above 0; else omit qk_rope_head_dim too"
             )
         return self
 
@@ -69,7 +63,7 @@ class MoEConfig(DecoderConfig):
         }
 
     @property
-    def num_experts(self) -> int:
+    def num_experts(self) -> int:  # type: ignore[override]
         return self.experts
 
 

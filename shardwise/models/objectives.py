@@ -5,8 +5,7 @@
     SpanCorruption  T5: sentinels replace spans in the encoder's input, and the decoder predicts the spans; encoder and
                     decoder inputs are concatenated into one row
 
-Images and clicks carry their own targets. Random choices depend only on the seed and the sample's position in the
-stream.
+Images and clicks have their own targets. Random choices depend only on the seed and the sample's place in the stream.
 """
 
 from typing import Protocol

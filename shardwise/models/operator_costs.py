@@ -67,15 +67,3 @@ class OperatorCosts:
     @property
     def flops(self) -> float:
         return sum(op.flops for op in self.products) + sum(op.flops for op in self.attention)
-
-
-def merge_costs(name: str, parts: list[OperatorCosts], output: int) -> OperatorCosts:
-    """Returns the sum of the costs of a module's operators; `output`: bytes that it passes to the next one."""
-    return OperatorCosts(
-        name=name, parameters=sum(p.parameters for p in parts), output_bytes=output,
-        saved_bytes=sum(p.saved_bytes for p in parts), moved_bytes=sum(p.moved_bytes for p in parts),
-        num_ops=sum(p.num_ops for p in parts),
-        products=tuple(q for p in parts for q in p.products),
-        attention=tuple(q for p in parts for q in p.attention),
-        all_reduce_bytes=sum(p.all_reduce_bytes for p in parts),
-    )  # fmt: skip

@@ -4,7 +4,7 @@ Files are read one slice or one parameter at a time. Our fused QKV projection st
 a group, then its key and value. Experts are one tensor here and one file entry each there.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
 from pathlib import Path
@@ -45,16 +45,6 @@ def split_parameter(
     else:
         whole = torch.cat(split_qkv(config, tensor)) if ".qkv." in ours else tensor
         yield name, whole.T if _is_transposed(form, ours, whole.dim()) else whole
-
-
-def join_parameter(form: PretrainedFormat, config: DecoderConfig, ours: str, read: Callable[[str], Tensor]) -> Tensor:
-    """Returns one parameter of ours from the entries of a file."""
-    name = their_name(form, ours)
-    if ".qkv." in ours and not form.transposed:
-        return join_qkv(config, *(read(name.format(part)) for part in "qkv"))
-    whole = read(name)
-    whole = whole.T if _is_transposed(form, ours, whole.dim()) else whole
-    return join_qkv(config, *whole.chunk(3)) if ".qkv." in ours else whole
 
 
 def _is_transposed(form: PretrainedFormat, ours: str, dims: int) -> bool:
@@ -167,16 +157,11 @@ def check_shapes(folder: Path, needed: Mapping[str, torch.Size], found: Mapping[
         if is_adapter(name):
             continue
         if name not in found:
-            known = next(iter(found), "nothing")
-            raise JobError(
-                f"{folder} has no weight {name!r} of shape {tuple(shape)} (it has {len(found)}, such as {known!r}); to "
-                'start from random weights, set model.weights = "random".'
-            )
+            missing = f"weight {name!r} of shape {tuple(shape)} (but {next(iter(found), 'nothing')!r})"
+            raise JobError(f'{folder} has no {missing}; for random weights, set model.weights = "random".')
         if found[name].shape != shape:
-            raise JobError(
-                f"{folder}: {name} has shape {tuple(found[name].shape)}, but the model needs {tuple(shape)}; check the "
-                "[model] section against its config.json."
-            )
+            shapes = f"{tuple(found[name].shape)}, but the model needs {tuple(shape)}"
+            raise JobError(f"{folder}: {name} has shape {shapes}; check the [model] section against its config.json.")
         if isinstance(found[name], Entry) and (code := found[name].view.get_dtype()) not in FLOATS:
             raise JobError(f"{folder}: {name} is stored as {code}; save the model in bf16 or float32.")
     if unused := {name for name in unused if not any(fnmatchcase(name, pattern) for pattern in NO_WEIGHTS)}:
@@ -209,8 +194,12 @@ class PretrainedWeights(InitialValues):
     def value(self, name: str) -> Any:
         """Returns a parameter, to be indexed by slices."""
         theirs = their_name(self.form, name)
-        if theirs in self.entries and ".qkv." not in name and not self.form.transposed:
-            return self.entries[theirs]
         if ".bank." in name:
             return StackedExperts([[self.entries[theirs.format(number)]] for number in range(self.config.num_experts)])
-        return join_parameter(self.form, self.config, name, lambda entry: self.entries[entry][:])
+        if self.form.transposed:
+            whole = self.entries[theirs][:]
+            whole = whole.T if _is_transposed(self.form, name, whole.dim()) else whole
+            return join_qkv(self.config, *whole.chunk(3)) if ".qkv." in name else whole
+        if ".qkv." in name:
+            return join_qkv(self.config, *(self.entries[theirs.format(part)][:] for part in "qkv"))
+        return self.entries[theirs]

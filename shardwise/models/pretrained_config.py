@@ -15,8 +15,7 @@ from typing import Any
 
 from shardwise.errors import JobError, shorten
 from shardwise.files import parse_json, parse_toml
-from shardwise.models.config import ModelConfig, split_step
-from shardwise.models.presets import PRESETS, read_tables
+from shardwise.models.config import PRESETS, ModelConfig, read_tables, split_step
 
 
 @dataclass(frozen=True)

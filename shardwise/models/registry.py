@@ -8,12 +8,11 @@ from typing import Any
 
 from shardwise.errors import JobError, suggest
 from shardwise.models.bert_family import BertFamily
-from shardwise.models.config import ModelConfig
+from shardwise.models.config import PRESETS, ModelConfig
 from shardwise.models.dlrm_family import DLRMFamily
 from shardwise.models.family import Family
 from shardwise.models.gpt_family import GPTFamily
 from shardwise.models.moe_family import MoEFamily
-from shardwise.models.presets import PRESETS
 from shardwise.models.pretrained_config import starting_values
 from shardwise.models.resnet_family import ResNetFamily
 from shardwise.models.t5_family import T5Family
@@ -44,20 +43,13 @@ def families() -> dict[str, Family]:
     return registered
 
 
-@cache
-def _adapter(prefix: str) -> Family:
-    return resolve_name(ADAPTERS[prefix])()  # type: ignore[no-any-return]
-
-
 def family_name(name: str) -> str:
     """Returns the family of a model or preset name; raises ValueError if the name is unknown."""
     if prefix := next((prefix for prefix in ADAPTERS if name.startswith(prefix)), None):
         return prefix
-    if name in BUILT_IN:
-        return name
     if name in PRESETS:
         return str(PRESETS[name]["family"])
-    if name in families():
+    if name in BUILT_IN or name in families():
         return name
     raise ValueError(f"unknown model {name!r}; {suggest(name, [*families(), *PRESETS])}")
 
@@ -67,10 +59,11 @@ def family_of(config: ModelConfig) -> Family:
     return named_family(family_name(config.name))
 
 
+@cache
 def named_family(name: str) -> Family:
     """Returns the family of a name that `family_name` returned."""
     if name in ADAPTERS:
-        return _adapter(name)
+        return resolve_name(ADAPTERS[name])()  # type: ignore[no-any-return]
     return BUILT_IN[name] if name in BUILT_IN else families()[name]
 
 

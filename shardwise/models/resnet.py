@@ -1,8 +1,5 @@
 """ResNet: residual networks for images (He et al. 2015), written for one device.
 
-Depths 18 and 34 have blocks of two 3 x 3 convolutions; 50, 101 and 152 have bottlenecks with the stride in the 3 x 3
-convolution. The stem is ImageNet's (7 x 7, stride 2, max pooling) or CIFAR's (3 x 3).
-
 BatchNorm computes mean and variance over the global batch (`shardwise.parallel.batch_norm` all-reduces them), so each
 rank runs its share of the batch as a single micro-batch. The running statistics for validation are buffers.
 """

@@ -1,14 +1,11 @@
 """The config and family of ResNets: residual convolutional networks for images."""
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from shardwise.models.config import ModelConfig
 from shardwise.models.family import Family
-
-if TYPE_CHECKING:
-    import torch
 
 
 class ResNetConfig(ModelConfig):
@@ -20,14 +17,11 @@ class ResNetConfig(ModelConfig):
     requires_single_micro_batch = True
     supports_muon = False
     name: str = "resnet"
-    depth: Literal[18, 34, 50, 101, 152] = 50
-    """Number of layers; 50 and more use bottleneck blocks."""
+    depth: Literal[18, 34, 50, 101, 152] = 50  # Number of layers; 50 and more use bottleneck blocks
     stem: Literal["imagenet", "cifar"] = "imagenet"
     """First layers: 7 x 7 convolution with stride 2 and max pooling (`imagenet`), or 3 x 3 convolution (`cifar`)."""
-    width: int = Field(64, ge=1, le=10_000)
-    """Channels of the first stage; each of the three later stages doubles them."""
-    image_size: int = Field(224, ge=8, le=10_000)
-    """Image height and width in pixels."""
+    width: int = Field(64, ge=1, le=10_000)  # Channels of the first stage; each of the three later stages doubles them
+    image_size: int = Field(224, ge=8, le=10_000)  # Image height and width in pixels
     num_classes: int = Field(1000, ge=1, le=10**6)
 
     @property
@@ -50,7 +44,7 @@ class ResNetFamily(Family):
             "recompute": "recomputation would update the running statistics of batch norm twice; use recompute=none.",
         }
 
-    def example_batch(self, config: ResNetConfig, samples: int, dtype: "torch.dtype") -> "dict[str, torch.Tensor]":
+    def example_batch(self, config: ResNetConfig, samples: int, dtype: Any) -> dict[str, Any]:
         import torch
 
         pixels = torch.empty(samples, 3, config.image_size, config.image_size, dtype=torch.uint8, device="meta")

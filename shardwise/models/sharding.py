@@ -6,6 +6,7 @@ from it, and `verify` checks the result. Names are `fnmatch` patterns of paramet
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 
 
 def is_adapter(parameter: str) -> bool:
@@ -22,7 +23,6 @@ def base_weight(adapter: str) -> str:
 @dataclass(frozen=True)
 class ShardDim:
     """Splits the parameters that match `parameter` along `dim`. `unit` rows, such as those of a head, stay together.
-
     If the units do not divide by the tensor degree and `head_rows` is set, every rank keeps the full parameter and uses
     the rows that its own heads need."""
 
@@ -32,18 +32,10 @@ class ShardDim:
     head_rows: tuple[tuple[int, ...], ...] = ()
 
 
-@dataclass(frozen=True)
-class Colwise(ShardDim):
-    """Splits output features: dim 0 of a linear weight or bias, dim 1 of stacked experts (E, out, in)."""
-
-    dim: int = 0
-
-
-@dataclass(frozen=True)
-class Rowwise(ShardDim):
-    """Splits input features: dim 1 of a linear weight, dim 2 of stacked experts, dim 0 of an embedding."""
-
-    dim: int = 1
+Colwise = partial(ShardDim, dim=0)
+"""Splits output features: dim 0 of a linear weight or bias, dim 1 of stacked experts (E, out, in)."""
+Rowwise = partial(ShardDim, dim=1)
+"""Splits input features: dim 1 of a linear weight, dim 2 of stacked experts, dim 0 of an embedding."""
 
 
 @dataclass(frozen=True)

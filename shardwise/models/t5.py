@@ -24,11 +24,15 @@ from shardwise.random import Dropout
 def build_t5(config: T5Config, seed: int) -> Chain:
     """Returns the chain embed, encoder0, ..., bridge, decoder0, ..., head."""
     modules: list[tuple[str, nn.Module]] = [("embed", gpt.DecoderEmbedding(config, seed))]
-    modules += [(f"encoder{i}", T5EncoderBlock(config, f"encoder{i}", seed)) for i in range(config.layers)]
-    modules += [("bridge", EncoderFinalNorm(config, seed))]
-    modules += [(f"decoder{i}", T5DecoderBlock(config, f"decoder{i}", seed)) for i in range(config.layers)]
-    head = gpt.DecoderHead(layers.RMSNorm(config.width, eps=config.norm_eps), T5LMHead(config))
+    modules += [(f"encoder{i}", T5Block(config, "encoder", i, seed)) for i in range(config.layers)]
+    modules += [("bridge", gpt.DecoderHead(OneSideRMSNorm(config, decoder=False), None))]
+    modules += [(f"decoder{i}", T5Block(config, "decoder", i, seed)) for i in range(config.layers)]
+    head = gpt.DecoderHead(build_norm(config), T5LMHead(config))
     return Chain([*modules, ("head", head)], sharding_plan(config))
+
+
+def build_norm(config: T5Config) -> nn.Module:
+    return layers.RMSNorm(config.width, eps=config.norm_eps)
 
 
 def sharding_plan(config: T5Config) -> sharding.ShardingPlan:
@@ -41,15 +45,12 @@ def sharding_plan(config: T5Config) -> sharding.ShardingPlan:
             *(sharding.Colwise(f"{name}.{part}.weight", unit=config.head_dim) for name in attentions for part in "qkv"),
             *(sharding.Rowwise(f"{name}.out.weight", unit=config.head_dim) for name in attentions),
             sharding.Colwise("*.attention.distances", dim=1),
-            sharding.Colwise("*.mlp.up.weight"),
-            sharding.Colwise("*.mlp.gate.weight"),
+            *(sharding.Colwise(name) for name in ("*.mlp.up.weight", "*.mlp.gate.weight", "head.project.weight")),
             sharding.Rowwise("*.mlp.down.weight"),
-            sharding.Colwise("head.project.weight"),
         ),
         modules=(
             sharding.VocabEmbedding("embed.tokens"),
-            sharding.SequenceRegion("*coder*.attention", rowwise="out"),
-            sharding.SequenceRegion("decoder*.cross", rowwise="out"),
+            *(sharding.SequenceRegion(name, rowwise="out") for name in attentions),
             sharding.SequenceRegion("*coder*.mlp", rowwise="down"),
             sharding.VocabHead("head.project"),
         ),
@@ -74,7 +75,7 @@ class OneSideRMSNorm(nn.Module):
 
     def __init__(self, config: T5Config, decoder: bool):
         super().__init__()
-        self.norm = layers.RMSNorm(config.width, eps=config.norm_eps)
+        self.norm = build_norm(config)
         self.encoder_length, self.decoder = config.sequence, decoder
         self.position_ids: Tensor | None = None
 
@@ -85,49 +86,26 @@ class OneSideRMSNorm(nn.Module):
         return torch.where(is_own[:, None], self.norm(x), x)
 
 
-class T5EncoderBlock(nn.Module):
-    def __init__(self, config: T5Config, name: str, seed: int):
+class T5Block(nn.Module):
+    """A block of the encoder or the decoder; its branches, each with norm and dropout, are numbered from 1."""
+
+    def __init__(self, config: T5Config, side: str, index: int, seed: int):
         super().__init__()
-        self.norm1 = layers.RMSNorm(config.width, eps=config.norm_eps)
-        self.attention = T5Attention(config, "encoder")
-        self.dropout1 = Dropout(config.dropout, f"{name}.1", seed)
-        self.norm2 = layers.RMSNorm(config.width, eps=config.norm_eps)
-        self.mlp = T5MLP(config, slice(0, config.sequence))
-        self.dropout2 = Dropout(config.dropout, f"{name}.2", seed)
+        positions = slice(0, config.sequence) if side == "encoder" else slice(config.sequence, config.length)
+        self.branches = ("attention", "mlp") if side == "encoder" else ("attention", "cross", "mlp")
+        for number, branch in enumerate(self.branches, start=1):
+            is_cross = branch == "cross"  # the encoder's output is already normalized
+            norm = OneSideRMSNorm(config, decoder=True) if is_cross else build_norm(config)
+            self.add_module(f"norm{number}", norm)
+            role = "cross" if is_cross else side
+            self.add_module(branch, T5MLP(config, positions) if branch == "mlp" else T5Attention(config, role))
+            self.add_module(f"dropout{number}", Dropout(config.dropout, f"{side}{index}.{number}", seed))
 
     def forward(self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
-        x = x + self.dropout1(self.attention(self.norm1(x)), ids)
-        return x + self.dropout2(self.mlp(self.norm2(x)), ids)
-
-
-class EncoderFinalNorm(nn.Module):
-    """The final norm of the encoder."""
-
-    def __init__(self, config: T5Config, seed: int):
-        super().__init__()
-        self.norm = OneSideRMSNorm(config, decoder=False)
-
-    def forward(self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
-        return self.norm(x)  # type: ignore[no-any-return]
-
-
-class T5DecoderBlock(nn.Module):
-    def __init__(self, config: T5Config, name: str, seed: int):
-        super().__init__()
-        self.norm1 = layers.RMSNorm(config.width, eps=config.norm_eps)
-        self.attention = T5Attention(config, "decoder")
-        self.dropout1 = Dropout(config.dropout, f"{name}.1", seed)
-        self.norm2 = OneSideRMSNorm(config, decoder=True)  # the encoder's output is already normalized
-        self.cross = T5Attention(config, "cross")
-        self.dropout2 = Dropout(config.dropout, f"{name}.2", seed)
-        self.norm3 = layers.RMSNorm(config.width, eps=config.norm_eps)
-        self.mlp = T5MLP(config, slice(config.sequence, config.length))
-        self.dropout3 = Dropout(config.dropout, f"{name}.3", seed)
-
-    def forward(self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
-        x = x + self.dropout1(self.attention(self.norm1(x)), ids)
-        x = x + self.dropout2(self.cross(self.norm2(x)), ids)
-        return x + self.dropout3(self.mlp(self.norm3(x)), ids)
+        for number, branch in enumerate(self.branches, start=1):
+            y = getattr(self, branch)(getattr(self, f"norm{number}")(x))
+            x = x + getattr(self, f"dropout{number}")(y, ids)
+        return x
 
 
 class T5Attention(nn.Module):

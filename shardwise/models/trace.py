@@ -30,12 +30,11 @@ def trace_module(
     module: nn.Module, *inputs: Any, parts: Any = None, has_equal_children: bool = False, **kwargs: Any
 ) -> tuple[OperatorCosts, ...]:
     """Returns the costs of a module's children, or of other `parts` of it, in order of first call.
-
     `has_equal_children`: children that print the same and have the same shapes compute the same; one of them runs."""
     recorder = _OpTracer(has_equal_children)
-    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-        inputs, kwargs = tree_map_only(Tensor, to_fake(fake), (inputs, kwargs))
-        with with_fake_tensors(module, fake), _isolate_children(module, recorder, parts), recorder:
+    with with_fake_tensors(module) as to_fake, _isolate_children(module, recorder, parts):
+        inputs, kwargs = tree_map_only(Tensor, to_fake, (inputs, kwargs))
+        with recorder:
             recorder.enter("", module._parameters.values() if any(module.children()) else ())
             with _record_saved(recorder.records[""], module):
                 recorder.leave(module(*inputs, **kwargs))
@@ -46,18 +45,13 @@ def trace_module(
 def trace_family(family: Any, config: Any, itemsize: int) -> Callable[[int], tuple[OperatorCosts, ...]]:
     """Returns a function from a micro-batch size to the costs of each module of a family's model."""
     dtype = {8: torch.float64, 4: torch.float32, 2: torch.bfloat16}[itemsize]
-    return interpolate_traces(lru_cache(lambda samples: family.trace_costs(config, samples, dtype)))
+    return interpolate_traces(lambda samples: family.trace_costs(config, samples, dtype))
 
 
 def interpolate_traces(trace: Callable[[int], tuple[OperatorCosts, ...]]) -> Callable[[int], tuple[OperatorCosts, ...]]:
     """Returns the costs for any micro-batch size from traces of 2 and 4 samples: all counts are affine in the size."""
-
-    @lru_cache(maxsize=64)
-    def operators(samples: int) -> tuple[OperatorCosts, ...]:
-        at_2, at_4 = trace(2), trace(4)
-        return tuple(_interpolate(a, b, samples) for a, b in zip(at_2, at_4, strict=True))
-
-    return operators
+    trace = lru_cache(trace)
+    return lru_cache(maxsize=64)(lambda samples: _interpolate(trace(2), trace(4), samples))
 
 
 def _interpolate(at_2: Any, at_4: Any, samples: int) -> Any:
@@ -84,7 +78,7 @@ class _OpTracer(TorchDispatchMode):
         self.records.setdefault(name, {"name": name, "parameters": numel, **counts, "products": (), "attention": ()})
 
     def leave(self, output: Any) -> None:
-        self.records[self.current]["output_bytes"] += sum(map(_bytes, _tensors(output)))
+        self.records[self.current]["output_bytes"] += sum(map(_bytes, tensors_in(output)))
 
     def operator_costs(self) -> Iterator[OperatorCosts]:
         first, *children = self.records.values()
@@ -102,7 +96,7 @@ class _OpTracer(TorchDispatchMode):
             record["attention"] += (_attention_op(func, args, kwargs or {}),)
         elif not products:
             reads = args[1:] + (out,) if name in LOOKUPS else args  # a lookup reads only the rows it returns
-            record["moved_bytes"] += sum(map(_bytes, _tensors((reads, kwargs, out))))
+            record["moved_bytes"] += sum(map(_bytes, tensors_in((reads, kwargs, out))))
         return out
 
 
@@ -149,7 +143,7 @@ def _traced_forward(name: str, child: nn.Module, recorder: _OpTracer) -> Callabl
     forward = child.forward
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        shapes = [(tensor.shape, tensor.dtype) for tensor in (*child.parameters(), *_tensors((args, kwargs)))]
+        shapes = [(tensor.shape, tensor.dtype) for tensor in (*child.parameters(), *tensors_in((args, kwargs)))]
         key = repr(child) if recorder.has_equal_children else name, tuple(shapes)
         if key in recorder.traced and name not in recorder.records:
             equal_child, out = recorder.traced[key]
@@ -160,8 +154,8 @@ def _traced_forward(name: str, child: nn.Module, recorder: _OpTracer) -> Callabl
         args, kwargs = tree_map_only(Tensor, _detached_leaf, (args, kwargs))
         with _record_saved(recorder.records[name], child) as saved:
             out = forward(*args, **kwargs)
-            for tensor in _tensors(out):
-                saved.pop(_storage_key(tensor), None)  # whoever uses it next saves it
+            for tensor in tensors_in(out):
+                saved.pop(storage_key(tensor), None)  # whoever uses it next saves it
         recorder.leave(out)
         recorder.current = before
         recorder.traced[key] = name, tree_map_only(Tensor, _detached_leaf, out)
@@ -173,12 +167,12 @@ def _traced_forward(name: str, child: nn.Module, recorder: _OpTracer) -> Callabl
 @contextmanager
 def _record_saved(record: dict[str, Any], module: nn.Module) -> Iterator[dict[int, int]]:
     """Adds the bytes that autograd saves within it, by storage, except the module's parameters and buffers."""
-    own_storages = {_storage_key(tensor) for tensor in (*module.parameters(), *module.buffers())}
+    own_storages = {storage_key(tensor) for tensor in (*module.parameters(), *module.buffers())}
     saved: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        if _storage_key(tensor) not in own_storages:
-            saved[_storage_key(tensor)] = tensor.untyped_storage().nbytes()
+        if storage_key(tensor) not in own_storages:
+            saved[storage_key(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -187,39 +181,36 @@ def _record_saved(record: dict[str, Any], module: nn.Module) -> Iterator[dict[in
 
 
 @contextmanager
-def with_fake_tensors(module: nn.Module, fake: FakeTensorMode) -> Iterator[None]:
-    """Replaces the module's parameters and buffers by fake tensors."""
+def with_fake_tensors(module: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Replaces the module's parameters and buffers by fake tensors; yields what makes a tensor fake."""
     slots: list[tuple[dict[str, Any], str, Tensor]] = [
         (container, name, tensor) for part in module.modules() for container in (part._parameters, part._buffers)
         for name, tensor in container.items() if tensor is not None
     ]  # fmt: skip
     fakes: dict[int, Tensor] = {}
-    for container, name, tensor in slots:
-        if id(tensor) not in fakes:  # tied weights stay tied
-            new = to_fake(fake)(tensor)
-            fakes[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
-        container[name] = fakes[id(tensor)]
-    try:
-        yield
-    finally:
-        for container, name, tensor in slots:
-            container[name] = tensor
 
-
-def to_fake(fake: FakeTensorMode) -> Callable[[Tensor], Tensor]:
-    def convert(tensor: Tensor) -> Tensor:
-        with fake:
-            new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    def to_fake(tensor: Tensor) -> Tensor:
+        new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
         return new.requires_grad_(tensor.requires_grad and new.is_floating_point())
 
-    return convert
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for container, name, tensor in slots:
+            if id(tensor) not in fakes:  # tied weights stay tied
+                new = to_fake(tensor)
+                fakes[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+            container[name] = fakes[id(tensor)]
+        try:
+            yield to_fake
+        finally:
+            for container, name, tensor in slots:
+                container[name] = tensor
 
 
 def _detached_leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
@@ -227,5 +218,5 @@ def _bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def _storage_key(tensor: Tensor) -> int:
+def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata

@@ -51,20 +51,16 @@ class Adafactor(ShardedOptimizer):
             summed_dims += [[len(shard.shape) - 1], [len(shard.shape) - 2]]
         sums = iter(sum_over_shards(partial_sums, [shard for shard in shards for _ in range(2)], summed_dims))
         for (shard, state, _), step_number in zip(members, steps, strict=True):
-            one_minus_beta2 = step_number**BETA2_DECAY
+            one_minus_beta2 = (step_number**BETA2_DECAY).to(shard.tensor.dtype)
             if len(shard.shape) < 2:
-                self._lerp_state(state, "variance", self.unscaled_grad(shard).square(), one_minus_beta2)
+                self.lerp_state(state, "variance", self.unscaled_grad(shard).square(), one_minus_beta2)
                 continue
             for key, dim in (("row_var", -1), ("col_var", -2)):
-                self._lerp_state(state, key, (next(sums) / shard.shape[dim]).to(shard.tensor.dtype), one_minus_beta2)
+                self.lerp_state(state, key, (next(sums) / shard.shape[dim]).to(shard.tensor.dtype), one_minus_beta2)
         row_vars = [self.state[shard.tensor]["row_var"] for shard in shards]
         rows = [row_var.sum(-2, keepdim=True, dtype=torch.float64) for row_var in row_vars]
         rows = sum_over_shards(rows, shards, [[len(shard.shape) - 2] for shard in shards])
         return {id(p): (row / p.shape[-2]).to(p.tensor.dtype) for p, row in zip(shards, rows, strict=True)}
-
-    def _lerp_state(self, state: dict[str, Tensor], key: str, new: Tensor, one_minus_beta2: Tensor) -> None:
-        old = state.setdefault(key, torch.zeros_like(new))
-        self.assign_unless_skipped(old, old.lerp(new, one_minus_beta2.to(new.dtype)))
 
     def _normalized_update(self, member: ShardWithState, row_means: dict[int, Tensor]) -> Tensor:
         """Returns the gradient divided by the square root of its variance. Computed twice per step, to save memory."""

@@ -6,7 +6,6 @@ the layout. Vectors and small parameters keep full-precision moments. Checkpoint
 them into the same blocks gives the same codes, and any layout or state dtype can resume from them.
 """
 
-from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from shardwise.optim.adamw import torch_adamw_
 from shardwise.optim.param_shard import ParamShard
-from shardwise.optim.sharded_optimizer import ParamGroup, ShardedOptimizer
+from shardwise.optim.sharded_optimizer import ShardedOptimizer
 
 BLOCK_SIZE = 256
 MIN_8BIT_NUMEL = 4096  # smaller parameters keep full-precision moments
@@ -23,10 +22,6 @@ MOMENT_IS_SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 
 
 class AdamW8bit(ShardedOptimizer):
-    def __init__(self, groups: list[ParamGroup], defaults: ParamGroup, shards: Sequence[ParamShard]):
-        super().__init__(groups, defaults, shards)
-        self.code_maps: dict[tuple[str, torch.device], Tensor] = {}
-
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for shard, state, group in self.iter_shards():
@@ -42,10 +37,9 @@ class AdamW8bit(ShardedOptimizer):
 
     def state_for_checkpoint(self, weight: Tensor) -> dict[str, Tensor]:
         """Returns dequantized moments in host memory, since the device may lack room for them."""
-        state = self.state.get(weight, {})
         return {
             key: self._load_moment(self.shards[weight], key, torch.device("cpu")) if key in MOMENT_IS_SIGNED else value
-            for key, value in state.items() if not key.endswith("_scale")
+            for key, value in self.state.get(weight, {}).items() if not key.endswith("_scale")
         }  # fmt: skip
 
     def after_load(self) -> None:
@@ -58,22 +52,21 @@ class AdamW8bit(ShardedOptimizer):
         state = self.state[shard.tensor]
         state[key] = moment
         if len(shard.shape) > 1 and shard.shape.numel() >= MIN_8BIT_NUMEL:
-            state[key], state[f"{key}_scale"] = quantize_blockwise(moment, self._code_map(key, moment.device))
-
-    def _code_map(self, key: str, device: torch.device) -> Tensor:
-        if (key, device) not in self.code_maps:
-            self.code_maps[key, device] = torch.tensor(dynamic_map(MOMENT_IS_SIGNED[key]), device=device)
-        return self.code_maps[key, device]
+            state[key], state[f"{key}_scale"] = quantize_blockwise(moment, code_map(key, moment.device))
 
     def _load_moment(self, shard: ParamShard, key: str, device: torch.device | None = None) -> Tensor:
         state = self.state[shard.tensor]
         if f"{key}_scale" not in state:
             return state[key]
         codes, scale = (state[name].to(device or shard.tensor.device) for name in (key, f"{key}_scale"))
-        return dequantize_blockwise(codes, scale, self._code_map(key, codes.device)).to(shard.tensor.dtype)
+        return dequantize_blockwise(codes, scale, code_map(key, codes.device)).to(shard.tensor.dtype)
 
 
 @cache
+def code_map(key: str, device: torch.device) -> Tensor:
+    return torch.tensor(dynamic_map(MOMENT_IS_SIGNED[key]), device=device)
+
+
 def dynamic_map(signed: bool) -> tuple[float, ...]:
     """Returns the 256 values of the dynamic data type: seven decades, with more values in the larger ones."""
     values = [0.0, 1.0]

@@ -1,8 +1,7 @@
 """LAMB (You et al. 2020): Adam's update, scaled per parameter by the trust ratio |weight| / |update|.
 
-PyTorch has no LAMB. Both norms are those of the full parameter: squares are summed over the ranks that shard it, for
-all parameters in one collective per axis. As in the authors' code, parameters without weight decay (norms, biases) take
-Adam's plain update. The trust ratio is unbounded, and 1 if either norm is zero.
+Both norms are those of the full parameter, summed over the ranks that shard it. As in the authors' code, parameters
+without weight decay (norms, biases) take Adam's plain update. The ratio is unbounded, and 1 if either norm is zero.
 """
 
 from typing import Any
@@ -26,7 +25,9 @@ class LAMB(ShardedOptimizer):
             partial_sums.append(torch.stack([sum_of_squares(tensor) for tensor in both]))
         shards = [member[0] for member, _ in scaled_members]
         sums = sum_over_shards(partial_sums, shards, [range(len(shard.shape)) for shard in shards])
-        trust_ratios = {id(shard): _trust_ratio(*both.sqrt()) for shard, both in zip(shards, sums, strict=True)}
+        norms = [both.sqrt() for both in sums]  # of weight and update
+        ratios = [torch.where((both > 0.0).all(), both[0] / both[1], 1.0) for both in norms]
+        trust_ratios = {id(shard): ratio for shard, ratio in zip(shards, ratios, strict=True)}
         for (shard, state, group), step_number in zip(members, steps):
             weight = shard.tensor.detach()
             update = self._adam_update(shard, state, group, step_number) * group["lr"]
@@ -37,8 +38,7 @@ class LAMB(ShardedOptimizer):
     def _update_moments(self, shard: ParamShard, state: dict[str, Tensor], group: dict[str, Any]) -> Tensor:
         grad = self.unscaled_grad(shard)
         for key, beta, value in zip(("exp_avg", "exp_avg_sq"), group["betas"], (grad, grad.square())):
-            average = state.setdefault(key, torch.zeros_like(shard.tensor))
-            self.assign_unless_skipped(average, average.lerp(value, 1.0 - beta))
+            self.lerp_state(state, key, value, 1.0 - beta)
         return self.increment_step(shard, state)
 
     def _adam_update(self, shard: ParamShard, state: dict[str, Tensor], group: Any, step: Tensor) -> Tensor:
@@ -48,7 +48,3 @@ class LAMB(ShardedOptimizer):
         denominator = (state["exp_avg_sq"] / bias_correction2).sqrt_().add_(group["eps"])
         update = (state["exp_avg"] / bias_correction1).div_(denominator)
         return update.add_(shard.tensor.detach(), alpha=group["weight_decay"])
-
-
-def _trust_ratio(weight_norm: Tensor, update_norm: Tensor) -> Tensor:
-    return torch.where((weight_norm > 0.0) & (update_norm > 0.0), weight_norm / update_norm, 1.0)

@@ -43,8 +43,7 @@ class Muon(ShardedOptimizer):
         updates = []
         for shard, group in members:
             grad = self.unscaled_grad(shard)
-            average = self.state[shard.tensor].setdefault("momentum_buffer", torch.zeros_like(grad))
-            self.assign_unless_skipped(average, average.lerp(grad, 1.0 - group["momentum"]))
+            average = self.lerp_state(self.state[shard.tensor], "momentum_buffer", grad, 1.0 - group["momentum"])
             updates.append(to_matmul_dtype(grad.lerp(average, group["momentum"])))
         updates = orthogonalize(updates, [shard for shard, _ in members])
         for (shard, group), update in zip(members, updates, strict=True):

@@ -1,11 +1,13 @@
-"""Builds the optimizer of a job for this rank's parameter shards."""
+"""Builds the optimizer of a job for this rank's parameter shards: ours, or a class like those of `torch.optim`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
 
+from shardwise.errors import LayoutError
 from shardwise.job import OptimizerConfig
 from shardwise.optim.adafactor import Adafactor
 from shardwise.optim.adamw import AdamW
@@ -13,7 +15,10 @@ from shardwise.optim.adamw8bit import AdamW8bit
 from shardwise.optim.lamb import LAMB
 from shardwise.optim.muon import Muon
 from shardwise.optim.param_shard import ParamShard
-from shardwise.optim.sgd import SGD
+from shardwise.optim.sharded_optimizer import SGD
+
+# PyTorch's optimizers in which the update of an element depends on that element's weight, gradient and state alone.
+ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop")
 
 
 def make_optimizer(settings: OptimizerConfig, shards: Sequence[ParamShard]) -> torch.optim.Optimizer:
@@ -56,3 +61,37 @@ def _param_groups(settings: OptimizerConfig, shards: Sequence[ParamShard]) -> li
         matching_decays = (decay for pattern, decay in overrides if fnmatchcase(shard.name, pattern))
         groups.setdefault(next(matching_decays, default_decay), []).append(shard.tensor)
     return [{"params": weights, "weight_decay": decay} for decay, weights in groups.items()]
+
+
+def make_user_optimizer(
+    factory: Callable[..., torch.optim.Optimizer], shards: Sequence[ParamShard], lr: float
+) -> torch.optim.Optimizer:
+    """Builds the optimizer. It also clips, unscales and skips steps, which ours do in their kernels."""
+    kind: Any = factory.func if isinstance(factory, partial) else factory
+    name = getattr(kind, "__name__", type(kind).__name__)
+    is_elementwise = getattr(kind, "elementwise", name in ELEMENTWISE and kind.__module__.startswith("torch."))
+    split = next((shard for shard in shards if tuple(shard.tensor.shape) != tuple(shard.shape)), None)
+    if split is not None and not is_elementwise:
+        what = (
+            f"the optimizer {name} may use more of a parameter than a rank's part, and this layout splits {split.name}"
+        )
+        remedy = "set `elementwise = True` on the class if the update of an element depends on that element alone"
+        raise LayoutError(f"{what}; use replicate or pipeline, or {remedy}.")
+    optimizer = factory([shard.tensor for shard in shards], lr=lr)
+    update: Any = optimizer.step
+
+    @torch.no_grad()
+    def step(closure: None = None) -> None:
+        if bool(optimizer.__dict__.pop("found_inf", 0.0)):
+            return
+        divisor = optimizer.__dict__.pop("grad_scale", None)
+        for shard in shards:
+            gradient = shard.tensor.grad
+            if gradient is None and shard.compute_copy is not None and shard.compute_copy.grad is not None:
+                gradient = shard.tensor.grad = shard.compute_copy.grad.to(shard.tensor.dtype)
+            if divisor is not None and gradient is not None:
+                gradient.div_(divisor)
+        update()
+
+    optimizer.step = step  # type: ignore[method-assign,assignment]
+    return optimizer

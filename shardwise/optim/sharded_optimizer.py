@@ -53,6 +53,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Copies `new` into `old` unless this step is skipped."""
         old.copy_(new if self.found_inf is None else torch.where(self.found_inf > 0.0, old, new))
 
+    def lerp_state(self, state: dict[str, Tensor], key: str, new: Tensor, weight: float | Tensor) -> Tensor:
+        """Moves a running average towards `new` unless this step is skipped; returns it."""
+        average = state.setdefault(key, torch.zeros_like(new))
+        self.assign_unless_skipped(average, average.lerp(new, weight))
+        return average
+
     def update_weight(self, shard: ParamShard, new: Tensor) -> None:
         self.assign_unless_skipped(shard.tensor.detach(), new)
         if shard.compute_copy is not None:
@@ -65,6 +71,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
             state["step"] = torch.zeros((), dtype=torch.float32, device=shard.tensor.device)
         self.assign_unless_skipped(state["step"], state["step"] + 1.0)
         return state["step"].double()
+
+
+class SGD(ShardedOptimizer):
+    """SGD with momentum, equal to `torch.optim.SGD`; weight decay is added to the gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for shard, state, group in self.iter_shards():
+            weight = shard.tensor.detach()
+            update = self.unscaled_grad(shard).add(weight, alpha=group["weight_decay"])
+            if group["momentum"]:
+                momentum_buffer = state.setdefault("momentum_buffer", torch.zeros_like(weight))
+                self.assign_unless_skipped(momentum_buffer, update.add(momentum_buffer, alpha=group["momentum"]))
+                update = momentum_buffer
+            self.update_weight(shard, weight.sub(update, alpha=group["lr"]))
 
 
 def sum_of_squares(tensor: Tensor, dim: int | None = None) -> Tensor:

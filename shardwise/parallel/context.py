@@ -41,16 +41,12 @@ def check(model: Any, layout: Layout) -> None:
         nearest = max(unit, round(model.length / unit) * unit)
         chunks = "two chunks" if ring else "one chunk"
         combined = f" with tensor={tensor}" if tensor > 1 else ""
-        raise LayoutError(
-            f"context={degree}{combined} splits each sequence into {chunks} per rank, but the sequence length "
-            f"{model.length} is not divisible by {unit}; the nearest valid length is {nearest}."
-        )
+        why = f"the sequence length {model.length} is not divisible by {unit}; the nearest valid length is {nearest}"
+        raise LayoutError(f"context={degree}{combined} splits each sequence into {chunks} per rank, but {why}.")
     heads_per_rank = [len(part) for part in torch.arange(model.heads).tensor_split(tensor)]
     if not ring and any(heads % degree for heads in heads_per_rank):
-        raise LayoutError(
-            f"context={degree} context_method=ulysses splits the {model.heads // tensor} heads of a rank, which are "
-            f"not divisible by {degree}; use context_method=ring or another degree."
-        )
+        splits = f"context={degree} context_method=ulysses splits the {model.heads // tensor} heads of a rank"
+        raise LayoutError(f"{splits}, which are not divisible by {degree}; use context_method=ring or another degree.")
 
 
 def local_positions(length: int, axis: Axis, method: str) -> Tensor:
@@ -109,8 +105,7 @@ def shard_samples(samples: Samples, positions: Tensor | None) -> Samples:
 def ulysses_attention(
     axis: Axis, q: Tensor, k: Tensor, v: Tensor, causal: bool, document_ids: Tensor | None = None
 ) -> Tensor:
-    """Attention over some heads of the full sequence instead of all heads of a part. Takes and returns (B, heads, local
-    positions, H)."""
+    """Attention over some heads of the full sequence. Takes and returns (B, heads, local positions, H)."""
     if k.shape[1] % axis.size:  # too few KV heads to distribute: repeats them for each query head
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     sizes, even = [x.shape[1] // axis.size for x in (q, k, v)], [1] * axis.size
@@ -238,8 +233,7 @@ def _has_flash_kernel(q: Tensor, hidden: Tensor | None) -> bool:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, hidden: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Attention over some of the keys, with their scores' log-sum-exp (B, heads, queries). `hidden`: the keys that a
-    query does not see (B, queries, keys)."""
+    """Attention over some keys, with the log-sum-exp of their scores. `hidden`: what a query does not see (B, q, k)."""
     if not _has_flash_kernel(q, hidden):
         scores = _scores(q, k, causal, hidden)
         lse = scores.logsumexp(-1)

@@ -17,8 +17,8 @@ from shardwise.optim.param_shard import ParamShard
 from shardwise.parallel import context
 from shardwise.parallel.data_parallel import DataParallel
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.pipeline import Pipeline
 from shardwise.parallel.precision import LossScale
+from shardwise.parallel.torch_pipelining import Pipeline
 
 
 @dataclass
@@ -88,6 +88,12 @@ class Engine:
         micro_batches = samples.split(self.batch.micro_batch)
         losses = [self.chains[0](m.tokens, targets=m.targets, **m.forward_kwargs) for m in micro_batches]
         return torch.stack(losses).sum()
+
+    def logits(self, part: Samples) -> Tensor | None:
+        """Returns a prepared micro-batch's logits for this rank's positions and vocabulary; None without the head."""
+        if self.pipeline is not None:
+            return self.pipeline.forward(part)
+        return self.chains[0](part.tokens, **part.forward_kwargs)  # type: ignore[no-any-return]
 
     def divide_gradients(self, divisor: Tensor) -> None:
         """Divides all gradients in place."""

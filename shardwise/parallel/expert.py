@@ -6,7 +6,7 @@ same tokens, so each computes its own experts and the reduce-scatter at the end 
 """
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,11 @@ from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.models.chain import Chain
 from shardwise.models.config import ModelConfig
-from shardwise.models.moe import MoE, Permute, group_sizes, is_fake
+from shardwise.models.moe import MoE, group_sizes, is_fake
 from shardwise.models.sharding import ShardDim
 from shardwise.parallel.mesh import Mesh
+
+DispatchState = tuple[Tensor, Tensor, list[int], list[int]]  # permutation of rows, its inverse, rows sent and received
 
 
 def check(model: ModelConfig, layout: Layout) -> None:
@@ -29,17 +31,15 @@ def check(model: ModelConfig, layout: Layout) -> None:
         return
     if model.num_experts % degree:
         nearest = max(n for n in range(1, degree) if model.num_experts % n == 0)
-        raise LayoutError(
-            f"expert={degree}: {model.num_experts} experts are not divisible by {degree} ranks; use expert={nearest}."
-        )
+        count = f"{model.num_experts} experts"
+        raise LayoutError(f"expert={degree}: {count} are not divisible by {degree} ranks; use expert={nearest}.")
     ranks = layout.shard * layout.context
     if ranks % degree and model.passes_batch:
         raise LayoutError(f"expert={degree} must divide shard x context, {ranks}; use shard={degree} or a multiple.")
     if ranks % degree and (degree % layout.tensor or ranks % (degree // layout.tensor)):
-        raise LayoutError(
-            f"expert={degree} must divide shard x context, or be tensor times a divisor of it, but shard x context x "
-            f"tensor is {layout.shard} x {layout.context} x {layout.tensor}; use shard={degree} or a multiple of it."
-        )
+        sizes = f"shard x context x tensor is {layout.shard} x {layout.context} x {layout.tensor}"
+        rule = f"expert={degree} must divide shard x context, or be tensor times a divisor of it"
+        raise LayoutError(f"{rule}, but {sizes}; use shard={degree} or a multiple of it.")
 
 
 def apply(chain: Chain, layout: Layout, mesh: Mesh) -> set[str]:
@@ -121,7 +121,7 @@ class TokenDispatcher:
     def __init__(self, axis: Axis):
         self.axis = axis
 
-    def dispatch(self, rows: Tensor, counts: Tensor) -> "tuple[Tensor, Tensor, DispatchState]":
+    def dispatch(self, rows: Tensor, counts: Tensor) -> tuple[Tensor, Tensor, DispatchState]:
         """Returns the tokens of this rank's experts, their count by expert, and the state for `combine`."""
         ranks = self.axis.size
         received_counts = torch.empty_like(counts)
@@ -134,18 +134,22 @@ class TokenDispatcher:
         else:
             experts = torch.arange(by_rank.shape[1], device=rows.device).repeat(ranks)
             permutation = experts.repeat_interleave(received_counts, output_size=sum(received)).argsort(stable=True)
-        state = DispatchState(permutation, permutation.argsort(), sent, received)
-        return Permute.apply(rows, state.permutation, state.inverse_permutation), by_rank.sum(0), state
+        inverse = permutation.argsort()
+        return Permute.apply(rows, permutation, inverse), by_rank.sum(0), (permutation, inverse, sent, received)
 
-    def combine(self, rows: Tensor, state: "DispatchState") -> Tensor:
-        rows = Permute.apply(rows, state.inverse_permutation, state.permutation)
-        return all_to_all_with_grad(rows, state.sent, state.received, self.axis)
+    def combine(self, rows: Tensor, state: DispatchState) -> Tensor:
+        permutation, inverse, sent, received = state
+        return all_to_all_with_grad(Permute.apply(rows, inverse, permutation), sent, received, self.axis)
 
 
-class DispatchState(NamedTuple):
-    """State that `dispatch` passes to `combine`."""
+class Permute(torch.autograd.Function):
+    """Permutes rows; the backward uses the inverse permutation instead of a scatter-add."""
 
-    permutation: Tensor
-    inverse_permutation: Tensor
-    sent: list[int]
-    received: list[int]
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0].index_select(0, ctx.saved_tensors[0]), None, None

@@ -38,10 +38,8 @@ def check(gradient: GradientConfig, layout: Layout) -> None:
     """Raises LayoutError if the layout cannot use the compression of the job."""
     for axis in ("context", "expert"):  # gradients are then partial sums before the data-parallel reduction
         if gradient.compress and getattr(layout, axis) > 1:
-            raise LayoutError(
-                f"gradient.compress with {axis}={getattr(layout, axis)}: only data-parallel sums can be compressed; "
-                f"leave gradient.compress out or use {axis}=1."
-            )
+            rule = f"gradient.compress with {axis}={getattr(layout, axis)}: only data-parallel sums can be compressed"
+            raise LayoutError(f"{rule}; leave gradient.compress out or use {axis}=1.")
 
 
 # Elements that share a scale, or among which topk selects. Small, because the rows of a weight differ in scale: a sign

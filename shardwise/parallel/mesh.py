@@ -120,8 +120,7 @@ class Mesh:
         return self._axes[axis]
 
     def fsdp_mesh(self, experts: bool = False) -> DeviceMesh:
-        """Returns the mesh for `fully_shard`, also of experts that are split over ranks: (replicate, fsdp) for HSDP,
-        otherwise fsdp alone."""
+        """Returns the mesh for `fully_shard`, or that of split experts: (replicate, fsdp) for HSDP, else fsdp alone."""
         mesh, dim = (self.expert_mesh, "expert_replicas") if experts else (self.device_mesh, "shard")
         if self.fsdp_context_mesh is not None and not experts:
             mesh, dim = self.fsdp_context_mesh, "fsdp"

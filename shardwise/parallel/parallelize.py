@@ -21,11 +21,10 @@ from shardwise.parallel.data_parallel import ParamSpecs
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.fsdp import is_single_process, make_data_parallel, uses_fsdp
 from shardwise.parallel.mesh import Mesh
-from shardwise.parallel.pipeline import Pipeline
 from shardwise.parallel.precision import LossScale, Precision
 from shardwise.parallel.prepare import Prepared
 from shardwise.parallel.tables.table_engine import TableEngine, make_tables
-from shardwise.parallel.torch_pipelining import PipelineOrder
+from shardwise.parallel.torch_pipelining import Pipeline, PipelineOrder
 
 # The fraction of a compiled block's activations that torch.compile may save for the backward; it recomputes cheap
 # operators for the rest. On an H200 this saves a quarter of the memory at the same speed.

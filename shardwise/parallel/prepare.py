@@ -20,7 +20,6 @@ from shardwise.models.chain import Chain
 from shardwise.models.config import ModelConfig
 from shardwise.models.family import Family, TableSpec
 from shardwise.models.registry import family_of
-from shardwise.models.sharding import ShardingPlan
 from shardwise.parallel import context, expert, gradient_reduction, local_sgd, tensor
 
 
@@ -48,10 +47,6 @@ class Prepared:
     batch: BatchSplit
     tables: Sequence[TableSpec]  # embedding tables in host memory, beside the model
     shapes: dict[str, torch.Size]  # the unsharded shape of each parameter
-
-    @property
-    def sharding_plan(self) -> ShardingPlan:
-        return self.model.sharding_plan
 
     @cached_property
     def parameters(self) -> int:
@@ -85,23 +80,18 @@ def prepare(job: Job, layout: Layout) -> Prepared:
     local_sgd.check(job, layout)
     stages = cut_stages(layout, forward_flops(config))
     if job.compile is True and layout.has_split_backward:
-        raise LayoutError(
-            f"compile = true with schedule {layout.schedule}: PyTorch cannot split the backward of compiled blocks; "
-            "use schedule=1f1b or interleaved, or compile = false."
-        )
+        problem = f"compile = true with schedule {layout.schedule}: PyTorch cannot split a compiled backward"
+        raise LayoutError(f"{problem}; use schedule=1f1b or interleaved, or compile = false.")
     if len(stages) > 1 and not all(weight.requires_grad for weight in model.parameters()):
         for number, stage in enumerate(stages):
             if not any(weight.requires_grad for weight in model.slice(*stage).parameters()):
-                raise LayoutError(
-                    f"pipeline={layout.pipeline}: stage {number} of {len(stages)} has no parameters to train, because "
-                    "all of its blocks are frozen; use fewer stages, or shard instead of pipeline."
-                )
+                problem = f"stage {number} of {len(stages)} has no parameters to train: all of its blocks are frozen"
+                raise LayoutError(f"pipeline={layout.pipeline}: {problem}; use fewer stages, or shard instead.")
     batch = solve_batch(layout, job.samples)
     if config.requires_single_micro_batch and batch.micro_batches > 1:
-        raise LayoutError(
-            f"{batch.micro_batches} micro-batches: {config.description} (batch norm) runs each rank's samples as one "
-            "micro-batch; remove micro_batch, or use more ranks or a smaller batch."
-        )
+        rule = f"{config.description} (batch norm) runs each rank's samples as one micro-batch"
+        remedy = "remove micro_batch, or use more ranks or a smaller batch"
+        raise LayoutError(f"{batch.micro_batches} micro-batches: {rule}; {remedy}.")
     return Prepared(job, layout, family, model, stages, batch, family.tables(config), shapes)
 
 
@@ -130,11 +120,9 @@ def cut_stages(layout: Layout, costs: Sequence[float]) -> list[tuple[int, int]]:
     """Returns the [first, last) module range of each stage. `costs`: of embedding, layers and head, in this order."""
     count = layout.stage_count
     if count > len(costs):
-        layers = pluralize(len(costs) - 2, "layer")
-        raise LayoutError(
-            f"layout '{layout}' has {count} stages, but the model has {len(costs)} modules "
-            f"({layers}, embedding and head); use at most {len(costs)} stages."
-        )
+        modules = f"{len(costs)} modules ({pluralize(len(costs) - 2, 'layer')}, embedding and head)"
+        remedy = f"use at most {len(costs)} stages"
+        raise LayoutError(f"layout '{layout}' has {count} stages, but the model has {modules}; {remedy}.")
     if layout.stages:
         return _explicit_stages(layout, len(costs) - 2)
     return balance(tuple(costs), count)

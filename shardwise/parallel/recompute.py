@@ -74,7 +74,8 @@ class CheckpointOnce:
 
         def unpack(number: int) -> Tensor:
             if not saved:
-                detached_args, detached_kwargs = tree_map_only(Tensor, _detach, (args, kwargs))
+                detach = lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad)  # noqa: E731
+                detached_args, detached_kwargs = tree_map_only(Tensor, detach, (args, kwargs))
                 hooks = saved_tensors_hooks(lambda t: saved.append(t.detach()), _forbid_unpack)
                 with torch.enable_grad(), recompute_context, hooks:
                     self.forward(*detached_args, **detached_kwargs)
@@ -83,10 +84,6 @@ class CheckpointOnce:
         # The graph references `unpack`, which references `saved`: both are freed with the last gradient.
         with saved_tensors_hooks(lambda tensor: next(count), unpack), forward_context:
             return self.forward(*args, **kwargs)
-
-
-def _detach(tensor: Tensor) -> Tensor:
-    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _forbid_unpack(packed: Any) -> Tensor:

@@ -38,8 +38,7 @@ Reduction = Callable[[Tensor, Axis], Tensor]
 
 
 def splits_evenly(shard_dim: sharding.ShardDim, shape: torch.Size, degree: int) -> bool:
-    """Whether the weight is chunked. If the degree does not divide its units, such as heads, every rank keeps the full
-    weight and selects its rows."""
+    """Whether the weight is chunked. If the degree does not divide its heads, each rank has it all and selects rows."""
     return not shard_dim.head_rows or shape[shard_dim.dim] // shard_dim.unit % degree == 0
 
 
@@ -48,10 +47,9 @@ def check(plan: sharding.ShardingPlan, shapes: dict[str, torch.Size], sequence: 
     if degree == 1:
         return
     if plan.splits_sequence and sequence % degree:
-        raise LayoutError(
-            f"tensor={degree} splits activations along the sequence, but the sequence length {sequence} is not "
-            f"divisible by {degree}; the nearest valid length is {max(degree, round(sequence / degree) * degree)}."
-        )
+        nearest = max(degree, round(sequence / degree) * degree)
+        problem = f"the sequence length {sequence} is not divisible by {degree}; the nearest valid length is {nearest}"
+        raise LayoutError(f"tensor={degree} splits activations along the sequence, but {problem}.")
     shard_dims = {name: shard_dim for name in shapes if (shard_dim := plan.shard_dim_of(name)) is not None}
     for name, shard_dim in shard_dims.items():
         units = shapes[name][shard_dim.dim] // shard_dim.unit
@@ -65,9 +63,8 @@ def check(plan: sharding.ShardingPlan, shapes: dict[str, torch.Size], sequence: 
             count, unit_name = len(shard_dim.head_rows), "head"
             is_rank_empty = count < degree
         if is_rank_empty:
-            raise LayoutError(
-                f"tensor={degree} leaves a rank without any of the {pluralize(count, unit_name)} of {name}; lower it."
-            )
+            found = pluralize(count, unit_name)
+            raise LayoutError(f"tensor={degree} leaves a rank without any of the {found} of {name}; lower it.")
 
 
 def apply(chain: Chain, axis: Axis) -> dict[str, int | None]:

@@ -23,11 +23,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
-from shardwise.bench.comm import ping_pong
 from shardwise.bench.train_step import bench_step
 from shardwise.cluster import CLUSTERS, Cluster, LinkSpec, cluster_by_driver_name, write_cluster
 from shardwise.comm.axis import Axis
-from shardwise.comm.collectives import all_gather, reduce_scatter
+from shardwise.comm.collectives import all_gather, ping_pong, reduce_scatter
 from shardwise.comm.world import run_world
 from shardwise.errors import JobError, suggest
 from shardwise.files import require_parent_folder
@@ -54,7 +53,6 @@ SETTINGS: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").rea
 
 
 def calibrate_to_file(out: Path, processes: int, device: str) -> str:
-    """Measures this machine, writes the cluster file and returns a summary."""
     if device not in ("auto", "cpu", "cuda"):
         raise JobError(f"--device {device}: {suggest(device, ('auto', 'cpu', 'cuda'))}")
     has_gpu = torch.cuda.is_available()
@@ -73,19 +71,16 @@ def calibrate_to_file(out: Path, processes: int, device: str) -> str:
 
 
 def calibrate(kind: str, processes: int) -> Cluster:
-    """Measures this machine as a cluster of `processes` ranks."""
     if kind == "cuda":
-        return _make_cluster(kind, torch.cuda.device_count(), _measure_process(kind), None)
-    measurements, link = [run_world(_measure_process, processes, kind, is_fresh_process=FRESH_PROCESSES)], None
+        return _make_cluster(kind, torch.cuda.device_count(), _measure_process(kind))
+    measurements = [run_world(_measure_process, processes, kind, is_fresh_process=FRESH_PROCESSES)]
     if processes > 1:
         measurements.append(run_world(_measure_links, processes, is_fresh_process=FRESH_PROCESSES))
     values = {key: statistics.mean(rank[key] for rank in ranks) for ranks in measurements for key in ranks[0]}
-    if processes > 1:
-        link = LinkSpec(values["link_bandwidth"], values["p2p_latency"])
-    return _make_cluster(kind, processes, values, link)
+    return _make_cluster(kind, processes, values)
 
 
-def _make_cluster(kind: str, processes: int, values: dict[str, float], link: LinkSpec | None) -> Cluster:
+def _make_cluster(kind: str, processes: int, values: dict[str, float]) -> Cluster:
     """Returns the cluster with its data-sheet peaks, if the device is known, and measured efficiencies."""
     if kind == "cuda":
         name, memory = torch.cuda.get_device_name(), float(torch.cuda.mem_get_info()[1])
@@ -98,8 +93,10 @@ def _make_cluster(kind: str, processes: int, values: dict[str, float], link: Lin
         measured = {dtype_name: values[dtype_name] for dtype_name in DTYPES if dtype_name in values}
         peaks = {"peak_by_precision": measured, "bandwidth": values["copy_bandwidth"], "compute_units": 1}
     device = replace(base.device, name=name, memory=memory, **peaks)
-    inner, outer = link or base.inner, link or base.outer
-    cluster = replace(base, device=device, domain_size=max(processes, 1), inner=inner, outer=outer)
+    cluster = replace(base, device=device, domain_size=max(processes, 1))
+    if "link_bandwidth" in values:
+        link = LinkSpec(values["link_bandwidth"], values["p2p_latency"])
+        cluster = replace(cluster, inner=link, outer=link)
     return replace(cluster, measured=_fit_efficiencies(cluster, values))
 
 
@@ -153,7 +150,6 @@ def _ideal_times(machine: Machine, model: DecoderConfig, precision: str, degrees
 
 
 def _measure_process(kind: str) -> dict[str, float]:
-    """Measures rates and durations in one process."""
     device, sizes = torch.device(kind), SETTINGS[kind]
     dtype_names = ("float32", "bf16") if kind == "cuda" else ("float32",)
     values = {name: max(_matmul_rate(n, DTYPES[name], device) for n in sizes["matmul_sizes"]) for name in dtype_names}

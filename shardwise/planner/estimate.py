@@ -23,21 +23,7 @@ from shardwise.schedules.synthesize import make_auto_schedule
 
 
 @dataclass(frozen=True)
-class Workload:
-    """What a step computes, independent of the layout."""
-
-    shape: ModelShape
-    kernel_profile: KernelProfile
-    samples: int
-    framework_profile: FrameworkProfile = FrameworkProfile()
-    # Our engine's exact stages and memory, if known. Otherwise stages are split as evenly as possible.
-    engine: EngineModel | None = None
-
-
-@dataclass(frozen=True)
 class Prediction:
-    """Predicted step time, and memory of each pipeline rank."""
-
     layout: Layout
     seconds: float
     bubble: float  # fraction of the pipeline's time in which the slowest rank idles
@@ -59,17 +45,8 @@ class StagePartition(NamedTuple):
     representative_ranks: tuple[int, ...]
     distinct_ranks: tuple[StageLayers, ...]
 
-
-class ModuleLoad(NamedTuple):
-    """Seconds of forward and backward of one micro-batch through a block, the embedding and the head."""
-
-    block: float
-    first: float
-    last: float
-
-    def slowest_rank_time(self, partition: StagePartition) -> float:
-        block, first, last = self
-        return max([n * block + (first if a else 0.0) + (last if b else 0.0) for n, a, b in partition.distinct_ranks])
+    def largest_sum(self, block: float, first: float, last: float) -> float:
+        return max([n * block + a * first + b * last for n, a, b in self.distinct_ranks])
 
 
 @dataclass(frozen=True)
@@ -102,16 +79,19 @@ class Estimator:
 
     `benchmarks/frameworks.py` overrides attributes and methods to predict other people's software."""
 
-    def __init__(self, machine: Machine, work: Workload):
-        self.machine, self.work = machine, work
-        self.efficiency = machine.efficiency
-        self.time_model = BlockTimeModel(machine, work.shape, work.kernel_profile)
+    def __init__(
+        self, machine: Machine, shape: ModelShape, kernel_profile: KernelProfile, samples: int,
+        framework_profile: FrameworkProfile, engine: EngineModel | None = None,
+    ):  # fmt: skip
+        """`engine`: our engine's exact stages and memory, if known. Otherwise stages are as equal as possible."""
+        self.machine, self.shape, self.kernel_profile, self.samples = machine, shape, kernel_profile, samples
+        self.framework_profile, self.engine, self.efficiency = framework_profile, engine, machine.efficiency
+        self.time_model = BlockTimeModel(machine, shape, kernel_profile)
         self.gathers_per_block = 1  # FSDP gathers a block's weights in one collective
-        self.reduced_gradient_bytes = work.framework_profile.gradient_bytes
+        self.reduced_gradient_bytes = framework_profile.gradient_bytes
         self.schedule_time: ScheduleTime = step_seconds
 
     def predict(self, layout: Layout) -> Prediction:
-        """Returns the full prediction."""
         pipeline = self.pipeline_time(layout, self.schedule_time)
         bubble = 1.0 - self.micro_batches(layout) * self.slowest_rank_time(layout) / pipeline
         _, update = self.per_step_times(layout)
@@ -119,14 +99,14 @@ class Estimator:
         return Prediction(layout, self.step_time(layout, pipeline), bubble, update, memory, self.exposed(layout))
 
     def memory(self, layout: Layout, rank: int) -> RankMemory:
-        """Returns the memory of a pipeline rank."""
-        engine, micro_batches = self.work.engine, self.micro_batches(layout)
+        engine, micro_batches = self.engine, self.micro_batches(layout)
         if engine is not None and layout.context == layout.expert == 1:
             is_auto = self.is_auto_schedule(layout)
             peaks = self.auto_schedule(layout).program.peak_in_flight(rank) if is_auto else None
-            return engine.memory(layout, rank, micro_batches, self.work.framework_profile, peaks)
+            return engine.memory(layout, rank, micro_batches, self.framework_profile, peaks)
         inputs, stage = self.memory_inputs(layout), self.stages(layout).ranks[rank]
-        return memory_model.rank_memory(inputs, layout, rank, stage, micro_batches)
+        profiles = self.framework_profile, self.kernel_profile.itemsize
+        return memory_model.rank_memory(inputs, *profiles, layout, rank, stage, micro_batches)
 
     @staticmethod
     def is_auto_schedule(layout: Layout) -> bool:
@@ -135,17 +115,15 @@ class Estimator:
 
     @cached_by(lambda self, layout: layout)
     def auto_schedule(self, layout: Layout) -> Simulation:
-        """Synthesizes the schedule of `schedule=auto`."""
-        engine, count = self.work.engine, self.micro_batches(layout)
+        engine, count = self.engine, self.micro_batches(layout)
         assert engine is not None
         return make_auto_schedule(
             layout, self.stage_costs(layout), count,
-            lambda rank, peaks: engine.memory(layout, rank, count, self.work.framework_profile, peaks).total,
+            lambda rank, peaks: engine.memory(layout, rank, count, self.framework_profile, peaks).total,
             self.machine.device.memory,
         )  # fmt: skip
 
     def peak_memory(self, layout: Layout) -> float:
-        """Returns the peak memory of the pipeline rank that needs the most."""
         return max([self.memory(layout, rank).total for rank in self.stages(layout).representative_ranks])
 
     def fits(self, layout: Layout) -> bool:
@@ -153,7 +131,6 @@ class Estimator:
         return all(self.memory(layout, rank).total <= limit for rank in self.stages(layout).representative_ranks)
 
     def predict_seconds(self, layout: Layout) -> float:
-        """Returns the seconds of a step."""
         return self.step_time(layout, self.pipeline_time(layout, self.schedule_time))
 
     def min_seconds(self, layout: Layout) -> float:
@@ -161,7 +138,6 @@ class Estimator:
         return self.step_time(layout, self.pipeline_time(layout, lower_bound))
 
     def pipeline_time(self, layout: Layout, schedule_time: ScheduleTime) -> float:
-        """Returns the seconds of all micro-batches of a step."""
         if layout.pipeline == 1:
             return self.micro_batches(layout) * self.slowest_rank_time(layout)
         if self.is_auto_schedule(layout):
@@ -172,8 +148,8 @@ class Estimator:
     def step_time(self, layout: Layout, pipeline: float) -> float:
         """Returns the seconds of a step whose micro-batches take `pipeline` seconds."""
         if self.efficiency.uncontended_speedup > 1.0 and layout.pipeline > 1:  # idle ranks leave their cores to others
-            load = self.module_load(layout)
-            balanced = (self.work.shape.layers * load.block + load.first + load.last) / layout.pipeline
+            whole_model = StageLayers(self.shape.layers, True, True)
+            balanced = whole_model.sum(*self.module_load(layout)) / layout.pipeline
             balanced = self.micro_batches(layout) * (balanced + self.exposed_p2p(layout))
             pipeline = max(pipeline / self.efficiency.uncontended_speedup, balanced)
         return (pipeline + sum(self.per_step_times(layout)) + self.efficiency.fixed_seconds) * self.jitter(layout.world)
@@ -182,28 +158,26 @@ class Estimator:
         return 1.0 + self.efficiency.jitter * log2(max(1.0, world / self.machine.cluster.domain_size))
 
     def slowest_rank_time(self, layout: Layout) -> float:
-        """Returns the seconds per micro-batch of the slowest rank, with exposed communication."""
-        return self.exposed_p2p(layout) + self.module_load(layout).slowest_rank_time(self.stages(layout))
+        return self.exposed_p2p(layout) + self.stages(layout).largest_sum(*self.module_load(layout))
 
-    def module_load(self, layout: Layout) -> ModuleLoad:
+    def module_load(self, layout: Layout) -> tuple[float, float, float]:
+        """Returns the seconds of one micro-batch, forward and backward, through a block, the embedding and the head."""
         block = self.block_time(layout)
         _, first, last = self.module_times(self.parallel_degrees(layout))
-        return ModuleLoad(block.forward + block.backward, first.total, last.total)
+        return block.forward + block.backward, first.total, last.total
 
     def stage_costs(self, layout: Layout) -> StageCosts:
         """Returns the seconds of each stage. Exposed transfers count as work of both sender and receiver."""
         block, hop = self.block_time(layout), self.exposed_p2p(layout) / (2 * layout.stages_per_rank)
         _, first, last = self.module_times(self.parallel_degrees(layout))
+        forwards = block.forward, first.forward + first.traffic, last.forward + last.traffic
+        backwards = block.backward, first.backward + first.traffic, last.backward + last.traffic
         stage_times: dict[StageLayers, tuple[float, float, float]] = {}
         stages = self.stages(layout).stages
         for stage in set(stages):
-            ends = [end for end, has_end in ((first, stage.first), (last, stage.last)) if has_end]
-            forward = stage.blocks * block.forward + sum([end.forward + end.traffic for end in ends])
-            backward = stage.blocks * block.backward + sum([end.backward + end.traffic for end in ends])
-            weight = stage.blocks * block.weight_grad + sum([end.weight_grad for end in ends])
-            stage_times[stage] = forward + hop, backward - weight + hop, weight
-        forward_, input_, weight_ = zip(*[stage_times[stage] for stage in stages])
-        costs = StageCosts(forward_, input_, weight_)
+            weight = stage.sum(block.weight_grad, first.weight_grad, last.weight_grad)
+            stage_times[stage] = stage.sum(*forwards) + hop, stage.sum(*backwards) - weight + hop, weight
+        costs = StageCosts(*zip(*[stage_times[stage] for stage in stages]))
         return costs.as_executed() if layout.has_split_backward else costs
 
     @cached_by(
@@ -214,17 +188,17 @@ class Estimator:
     )  # fmt: skip
     def per_step_times(self, layout: Layout) -> tuple[float, float]:
         """Returns exposed seconds per step of data-parallel communication and of the update, on the fullest rank."""
-        block, weights = self.block_time(layout), self.memory_inputs(layout).weights
+        block, inputs = self.block_time(layout), self.memory_inputs(layout)
         ranks, micro_batches = self.stages(layout).ranks, self.micro_batches(layout)
-        fullest = max((ranks[0], ranks[-1]), key=weights.of_stage)
-        dense_weights, experts = weights.of_stage(fullest), fullest.blocks * weights.experts
+        fullest = max((ranks[0], ranks[-1]), key=inputs.dense_weights)
+        dense_weights, experts = inputs.dense_weights(fullest), fullest.blocks * inputs.expert_weights
         data = self.data(layout, dense_weights, experts, fullest.blocks * (block.forward + block.backward))
         updated = memory_model.sharded_weights(layout, dense_weights, experts)
-        update_bytes = self.work.framework_profile.update_bytes
+        update_bytes = self.framework_profile.update_bytes
         if self.keeps_compute_copy(layout):
             update_bytes = UPDATE_BYTES + (ACCUMULATE_BYTES * micro_batches if micro_batches > 1 else 0.0)
-        copied_seconds = self.work.framework_profile.offloaded_bytes * updated / HOST_LINK_BANDWIDTH
-        return data, max(self.machine.bulk_memory_time(update_bytes * updated), copied_seconds)
+        copied_seconds = self.framework_profile.offloaded_bytes * updated / HOST_LINK_BANDWIDTH
+        return data, max(self.machine.memory_time(update_bytes * updated, bulk=True), copied_seconds)
 
     def exposed(self, layout: Layout) -> dict[str, float]:
         """Returns the seconds of a step that the busiest rank waits for communication, by axis."""
@@ -239,10 +213,13 @@ class Estimator:
     def stages(self, layout: Layout) -> StagePartition:
         """Returns our engine's stages; without an `EngineModel` the user's, or stages as equal as possible."""
         p = layout.pipeline
-        if self.work.engine is not None:
-            stages = self.work.engine.stages(layout)
+        if self.engine is not None:
+            stages = self.engine.stages(layout)
         else:
-            blocks, last = list(layout.stages) or self._even_blocks(layout), layout.stage_count - 1
+            blocks, last = list(layout.stages) or [0] * layout.stage_count, layout.stage_count - 1
+            for rank, count in enumerate(split_evenly(self.shape.layers, p)) if not layout.stages else ():
+                for stage, stage_blocks in zip(layout.stages_of(rank), split_evenly(count, layout.stages_per_rank)):
+                    blocks[stage] = stage_blocks
             stages = tuple(StageLayers(n, stage == 0, stage == last) for stage, n in enumerate(blocks))
         parts = (zip(*(stages[stage] for stage in layout.stages_of(rank))) for rank in range(p))
         ranks = tuple(StageLayers(sum(blocks), any(first), any(last)) for blocks, first, last in parts)
@@ -251,35 +228,47 @@ class Estimator:
             representatives |= {ranks.index(rank_layers), p - 1 - ranks[::-1].index(rank_layers)}
         return StagePartition(stages, ranks, tuple(sorted(representatives)), tuple(set(ranks)))
 
-    def _even_blocks(self, layout: Layout) -> list[int]:
-        """Returns the number of blocks of each stage: split as evenly as possible over ranks, then over stages."""
-        blocks = [0] * layout.stage_count
-        for rank, count in enumerate(split_evenly(self.work.shape.layers, layout.pipeline)):
-            for stage, stage_blocks in zip(layout.stages_of(rank), split_evenly(count, layout.stages_per_rank)):
-                blocks[stage] = stage_blocks
-        return blocks
-
     def micro_batches(self, layout: Layout) -> int:
-        return max(1, round(self.work.samples / layout.data / layout.micro_batch))
+        return max(1, round(self.samples / layout.data / layout.micro_batch))
 
     def parallel_degrees(self, layout: Layout) -> ParallelDegrees:
         # The tensor axis splits only experts wider than the model: splitting narrower ones makes matmuls too small.
-        expert_tensor = layout.tensor if self.work.shape.expert_ffn > self.work.shape.width else 1
+        expert_tensor = layout.tensor if self.shape.expert_ffn > self.shape.width else 1
         return ParallelDegrees(layout.tensor, layout.context, layout.expert, layout.micro_batch, expert_tensor)
 
     @cached_by(lambda self, degrees: degrees)
     def module_times(self, degrees: ParallelDegrees) -> tuple[ModuleTime, ModuleTime, ModuleTime]:
         """Returns the times of a block (dense and sparse blocks averaged), the embedding and the head."""
-        model, share = self.time_model, self.work.shape.sparse_layers / self.work.shape.layers
+        model, share = self.time_model, self.shape.sparse_layers / self.shape.layers
         dense = model.block(degrees, False) if share < 1 else ModuleTime()
         sparse = model.block(degrees, True) if share else ModuleTime()
         return dense.lerp(sparse, share), model.embedding(degrees), model.head(degrees)
 
     @cached_by(memory_inputs_key)
     def memory_inputs(self, layout: Layout) -> MemoryInputs:
-        w, expert_tensor = self.work, self.parallel_degrees(layout).expert_tensor
-        itemsize = w.kernel_profile.itemsize
-        return memory_model.make_memory_inputs(w.shape, itemsize, w.framework_profile, layout, expert_tensor)
+        shape, itemsize, t = self.shape, self.kernel_profile.itemsize, layout.tensor
+        tokens, share = layout.micro_batch * shape.sequence / layout.context, shape.sparse_layers / shape.layers
+        dense_weights, head_weights = shape.attention_weights + shape.dense_ffn_weights, shape.vocab * shape.width / t
+        dense = self.activation_bytes(layout, False)
+        sparse = self.activation_bytes(layout, True) if share else dense
+        saved_all, selective, full = ((1 - share) * d + share * s for d, s in zip(dense, sparse, strict=True))
+        kept_fraction, hidden_bytes = layout.kept_fraction, itemsize * tokens * shape.width
+        saved_by_policy = {"none": saved_all, "selective": selective, "full": full}
+        return MemoryInputs(
+            block_weights=(1 - share) * (dense_weights / t) + share * (shape.non_expert_weights / t),
+            expert_weights=share * shape.expert_weights / layout.expert / self.parallel_degrees(layout).expert_tensor,
+            first_weights=shape.embedding_weights / t, head_weights=head_weights,
+            last_weights=0.0 if shape.tied and layout.pipeline == 1 else head_weights,
+            saved_per_block=saved_by_policy.get(
+                layout.recompute, kept_fraction * saved_all + (1 - kept_fraction) * full
+            ),
+            recomputed_per_block=0.0 if layout.recompute == "none" else saved_all,
+            logits=self.framework_profile.logits * tokens * shape.logit_fraction * shape.vocab / t,
+            hidden_bytes=hidden_bytes, recv_buffer_bytes=hidden_bytes / t, kept_fraction=kept_fraction,
+        )  # fmt: skip
+
+    def activation_bytes(self, layout: Layout, sparse: bool) -> tuple[float, float, float]:
+        return memory_model.block_activation_bytes(self.shape, self.kernel_profile.itemsize, layout, sparse)
 
     @cached_by(
         lambda self, layout: (
@@ -291,10 +280,12 @@ class Estimator:
         inner, _, _ = self.module_times(self.parallel_degrees(layout))
         recompute_fraction = 1.0 - layout.kept_fraction
         backward_extra = inner.traffic
-        moved = self.work.framework_profile.cast_bytes
+        moved = self.framework_profile.cast_bytes
         if moved and not self.keeps_compute_copy(layout):
-            weights = self.memory_inputs(layout).weights
-            backward_extra += self.machine.bulk_memory_time(moved * (weights.block + weights.experts))
+            weights = self.memory_inputs(layout)
+            backward_extra += self.machine.memory_time(
+                moved * (weights.block_weights + weights.expert_weights), bulk=True
+            )
         forward = self.machine.bottleneck_time(inner.forward + inner.traffic, inner.launch_seconds)
         backward = self.machine.bottleneck_time(inner.backward + backward_extra, 2 * inner.launch_seconds)
         backward += recompute_fraction * forward
@@ -314,15 +305,15 @@ class Estimator:
         return self.machine.memory_time(block.moved_bytes)
 
     def keeps_compute_copy(self, layout: Layout) -> bool:
-        return self.work.engine is not None and self.work.engine.keeps_compute_copy(layout)
+        return self.engine is not None and self.engine.keeps_compute_copy(layout)
 
     def _weight_gather_time(self, layout: Layout) -> float:
         """Returns the seconds to all-gather a block's weights over the shard axis, or to reduce-scatter gradients."""
-        stride, size = layout.tensor * layout.context, self.work.kernel_profile.itemsize
-        weights = self.memory_inputs(layout).weights
-        bucket = size * weights.block / self.gathers_per_block
-        gather = self.machine.all_gather(size * weights.block, layout.shard, stride, bucket)
-        return gather + self.machine.all_gather(size * weights.experts, max(1, layout.shard // layout.expert), stride)
+        stride, size = layout.tensor * layout.context, self.kernel_profile.itemsize
+        inputs = self.memory_inputs(layout)
+        block, experts = (size * w for w in (inputs.block_weights, inputs.expert_weights))
+        gather = self.machine.all_gather(block, layout.shard, stride, block / self.gathers_per_block)
+        return gather + self.machine.all_gather(experts, max(1, layout.shard // layout.expert), stride)
 
     def exposed_p2p(self, layout: Layout) -> float:
         """Returns the exposed seconds of transfers between stages, per micro-batch and rank."""
@@ -336,9 +327,9 @@ class Estimator:
 
     def stage_output_bytes(self, layout: Layout) -> float:
         """Returns the bytes of one micro-batch that one stage sends to the next."""
-        shape = self.work.shape
+        shape = self.shape
         tokens = layout.micro_batch * shape.sequence / layout.context
-        return self.work.kernel_profile.itemsize * tokens * shape.width / layout.tensor
+        return self.kernel_profile.itemsize * tokens * shape.width / layout.tensor
 
     def data(self, layout: Layout, dense_weights: float, experts: float, last_pass: float) -> float:
         """Returns the exposed seconds per step of reducing gradients and gathering updated weights."""
@@ -359,7 +350,7 @@ class Estimator:
     def _sync_times(self, layout: Layout, numel: float, shard: int, replicas: int, stride: int) -> tuple[float, float]:
         """Returns the seconds to reduce gradients over shard and replicate ranks and to gather updated weights, without
         what ZeRO 2 and 3 communicate in each micro-batch."""
-        gradient, size = self.reduced_gradient_bytes, self.work.kernel_profile.itemsize
+        gradient, size = self.reduced_gradient_bytes, self.kernel_profile.itemsize
         all_gather, all_reduce = self.machine.all_gather, self.machine.all_reduce
         bucket = self.bucket_bytes(layout)
         reduce = all_gather(gradient * numel, shard, stride, bucket) if layout.zero == 1 else 0.0

@@ -18,7 +18,7 @@ from shardwise.models.operator_costs import OperatorCosts
 from shardwise.planner.costs.block_time import KernelProfile, ModuleTime, ParallelDegrees
 from shardwise.planner.costs.cached import cached_by
 from shardwise.planner.costs.machine import Machine
-from shardwise.planner.costs.memory_model import MemoryInputs, WeightCounts
+from shardwise.planner.costs.memory_model import MemoryInputs
 from shardwise.planner.costs.model_shape import OperatorListModel
 from shardwise.planner.estimate import Estimator, memory_inputs_key
 
@@ -48,14 +48,11 @@ HOST_LINK_BANDWIDTH = 25e9  # bytes per second and direction between host and de
 
 
 class OperatorListEstimator(Estimator):
-    @property
-    def model(self) -> OperatorListModel:
-        assert isinstance(self.work.shape, OperatorListModel)
-        return self.work.shape
+    shape: OperatorListModel
 
     @cached_by(lambda self, degrees: degrees)
     def module_times(self, degrees: ParallelDegrees) -> tuple[ModuleTime, ModuleTime, ModuleTime]:
-        machine, profile, tensor = self.machine, self.work.kernel_profile, degrees.tensor
+        machine, profile, tensor = self.machine, self.kernel_profile, degrees.tensor
         parts = self._split_ends(degrees.micro_batch, tensor)
         times = ([astuple(operators_time(machine, profile, module, tensor)) for module in part] for part in parts)
         first, blocks, last = (ModuleTime(*map(mean, zip(*part))) for part in times)
@@ -63,8 +60,8 @@ class OperatorListEstimator(Estimator):
 
     def _split_ends(self, micro_batch: int, tensor: int) -> tuple[Modules, Modules, Modules]:
         """Returns first module, blocks and last module; without ends, all modules are blocks."""
-        modules = self.model.make_operators(micro_batch, *([tensor] if tensor > 1 else []))
-        return (modules[:1], modules[1:-1], modules[-1:]) if self.model.has_ends else ((), modules, ())
+        modules = self.shape.make_operators(micro_batch, *([tensor] if tensor > 1 else []))
+        return (modules[:1], modules[1:-1], modules[-1:]) if self.shape.has_ends else ((), modules, ())
 
     def stage_output_bytes(self, layout: Layout) -> float:
         return self.memory_inputs(layout).recv_buffer_bytes
@@ -72,12 +69,8 @@ class OperatorListEstimator(Estimator):
     @cached_by(memory_inputs_key)
     def memory_inputs(self, layout: Layout) -> MemoryInputs:
         first, blocks, last = self._split_ends(layout.micro_batch, layout.tensor)
-        itemsize = self.work.kernel_profile.itemsize
+        itemsize = self.kernel_profile.itemsize
         typical = max if layout.pipeline > 1 else mean  # some stage has only the largest blocks
-        weights = WeightCounts(
-            typical(module.parameters for module in blocks), 0.0, sum(module.parameters for module in first),
-            sum(module.parameters for module in last),
-        )  # fmt: skip
         saved_all = typical(module.saved_bytes for module in blocks)
         inputs = typical(module.output_bytes for module in blocks)
         product_sizes = [[itemsize * p.groups * p.rows * p.columns for p in block.products] for block in blocks]
@@ -88,18 +81,21 @@ class OperatorListEstimator(Estimator):
             saved = min(saved_all, matmul_outputs + inputs)
         hidden_bytes = max(module.output_bytes for module in (*first, *blocks))
         recomputes = layout.recompute != "none"
+        first_weights = sum(module.parameters for module in first)
         return MemoryInputs(
-            weights, self.work.framework_profile, itemsize, saved + (1 - kept_fraction) * inputs,
+            typical(module.parameters for module in blocks), 0.0, first_weights,
+            last_weights=sum(module.parameters for module in last),
+            saved_per_block=saved + (1 - kept_fraction) * inputs,
             recomputed_per_block=max(module.saved_bytes for module in blocks) if recomputes else 0.0,
             logits=sum(module.saved_bytes for module in last), hidden_bytes=hidden_bytes,
-            recv_buffer_bytes=hidden_bytes, kept_fraction=kept_fraction, head_weights=weights.first,
+            recv_buffer_bytes=hidden_bytes, kept_fraction=kept_fraction, head_weights=first_weights,
         )  # fmt: skip
 
     def data(self, layout: Layout, dense_weights: float, experts: float, last_pass: float) -> float:
-        seconds, tables = super().data(layout, dense_weights, experts, last_pass), self.model.tables
+        seconds, tables = super().data(layout, dense_weights, experts, last_pass), self.shape.tables
         if not tables:
             return seconds
-        samples = self.work.samples / layout.data
+        samples = self.samples / layout.data
         pooled_bytes = samples * sum(4.0 * table.width for table in tables)
         row_bytes = sum(4.0 * table.width * table.lookups_per_sample for table in tables)  # read for one sample
         one_way = pooled_bytes / HOST_LINK_BANDWIDTH + self.machine.all_to_all(pooled_bytes, layout.data, 1)

@@ -21,7 +21,7 @@ from shardwise.planner.costs.engine_memory import EngineModel
 from shardwise.planner.costs.machine import Machine, efficiency_of
 from shardwise.planner.costs.memory_model import engine_profile
 from shardwise.planner.costs.model_shape import ModelShape, OperatorListModel, shape_of
-from shardwise.planner.estimate import Estimator, Prediction, Workload
+from shardwise.planner.estimate import Estimator, Prediction
 from shardwise.planner.operator_list_estimate import OperatorListEstimator
 from shardwise.planner.search import SearchResult, search
 
@@ -79,31 +79,26 @@ class Plan:
 
     @property
     def training_seconds(self) -> float:
-        """Duration of the whole training with the best layout."""
         return self.job.total_steps * self.best.seconds
 
     def as_dict(self) -> dict[str, Any]:
         hours = self.training_seconds / 3600
-        layouts = [self._layout_as_dict(*pair) for pair in zip(self.layouts, self.reasons, strict=True)]
+        layouts = [
+            {
+                "layout": str(p.layout), "fits": self.fits(p), "step_seconds": p.seconds,
+                "tokens_per_second_per_device": self.tokens_per_second(p), "model_flops_per_device": self.flops(p),
+                "hardware_flops_per_device": self.hardware_flops(p), "peak_memory_gib": p.peak_memory / GIB,
+                "bubble": p.bubble, "exposed": p.exposed, "reason": reason,
+            } for p, reason in zip(self.layouts, self.reasons, strict=True)
+        ]  # fmt: skip
         return {
             "search_seconds": self.seconds, "evaluated": self.evaluated, "layouts": layouts,
             "near_misses": list(self.near_misses),
             "training": {"steps": self.job.total_steps, "hours": hours, "device_hours": hours * self.devices},
         }  # fmt: skip
 
-    def _layout_as_dict(self, prediction: Prediction, reason: str) -> dict[str, Any]:
-        return {
-            "layout": str(prediction.layout), "fits": self.fits(prediction), "step_seconds": prediction.seconds,
-            "tokens_per_second_per_device": self.tokens_per_second(prediction),
-            "model_flops_per_device": self.flops(prediction),
-            "hardware_flops_per_device": self.hardware_flops(prediction),
-            "peak_memory_gib": prediction.peak_memory / GIB, "bubble": prediction.bubble, "exposed": prediction.exposed,
-            "reason": reason,
-        }  # fmt: skip
-
 
 def plan_job(job_file: Path | None, settings: list[str], cluster: str, devices: int | None, layout: str | None) -> Plan:
-    """Plans a job file for a cluster, or predicts one layout of it."""
     return make_plan(load_job(job_file, settings), find_cluster(cluster), devices, layout)
 
 
@@ -113,7 +108,7 @@ def make_plan(
     """Returns the plan of a job. `runnable`: only layouts that our engine runs; of equally fast ones the simplest."""
     estimator = make_estimator(job, cluster)
     if layout is not None:
-        resolved = resolve_layout(job, estimator.work.shape, Layout.parse(layout))
+        resolved = resolve_layout(job, estimator.shape, Layout.parse(layout))
         if devices is not None and devices != resolved.world:
             raise LayoutError(f"layout '{resolved}' has {resolved.world} devices, not {devices}; leave --devices out.")
         begin = time.perf_counter()
@@ -131,12 +126,13 @@ def make_plan(
     reasons = ("", *(explain_gap(estimator, best, other) for other in result.best[1:]))
     return Plan(
         job, cluster, best.layout.world, result.best, reasons, neighbours, result.evaluated, result.seconds,
-        estimator.work.shape,
+        estimator.shape,
     )  # fmt: skip
 
 
 def _search_runnable(job: Job, estimator: Estimator, devices: int) -> SearchResult:
-    keep, first, limit = 10, None, estimator.machine.device.memory
+    keep, limit = 10, estimator.machine.device.memory
+    first: Prediction | None = None
     replicated = []  # plain data parallelism with a single micro-batch: the search only tries powers of two
     if job.samples % devices == 0:
         layout = Layout(replicate=devices)
@@ -157,7 +153,11 @@ def _search_runnable(job: Job, estimator: Estimator, devices: int) -> SearchResu
             return False, layout.pipeline, layout.tensor, layout.recompute != "none", sharding_level, prediction.seconds
 
         predictions.sort(key=rank)
-        first = next((prediction for prediction in predictions if _is_runnable(job, prediction.layout)), None)
+        for prediction in predictions:
+            with suppress(LayoutError):
+                prepare(job, prediction.layout)
+                first = prediction
+                break
         if first is None and len(result.best) < keep:
             raise LayoutError(f"no layout of {pluralize(devices, 'device')} can run this job; change batch or model.")
         keep *= 10
@@ -165,24 +165,11 @@ def _search_runnable(job: Job, estimator: Estimator, devices: int) -> SearchResu
     return replace(result, best=(first, *others[:9]))
 
 
-def _is_runnable(job: Job, layout: Layout) -> bool:
-    try:
-        prepare(job, layout)
-    except LayoutError:
-        return False
-    return True
-
-
-def _trained_fraction(job: Job) -> float:
-    """Returns the fraction of the weights that are trained; others are frozen beside adapters, or by the user."""
-    if job.model.lora is None and not job.model.passes_batch:
-        return 1.0
-    weights = list(meta_model(job.model, job.seed).parameters())
-    return sum(weight.numel() for weight in weights if weight.requires_grad) / sum(weight.numel() for weight in weights)
-
-
 def make_estimator(job: Job, cluster: Cluster) -> Estimator:
-    trained = _trained_fraction(job)
+    trained = 1.0  # fraction of the weights; others are frozen beside adapters, or by the user
+    if job.model.lora is not None or job.model.passes_batch:
+        weights = list(meta_model(job.model, job.seed).parameters())
+        trained = sum(w.numel() for w in weights if w.requires_grad) / sum(w.numel() for w in weights)
     machine = Machine(cluster, efficiency_of(cluster.device.family, cluster.measured), trained)
     kernel_profile = KernelProfile(job.precision)
     if cluster.device.family == "cpu":  # no fused loss: separate operators for upcast, log-softmax and gather
@@ -200,7 +187,7 @@ def make_estimator(job: Job, cluster: Cluster) -> Estimator:
             framework_profile, optimizer_bytes=0.0, offloaded_bytes=framework_profile.optimizer_bytes,
             fixed_bytes=framework_profile.fixed_bytes + BUFFERS * PART * framework_profile.optimizer_bytes / trained,
         )  # fmt: skip
-    return estimator_class(machine, Workload(shape, kernel_profile, job.samples, framework_profile, engine=engine))
+    return estimator_class(machine, shape, kernel_profile, job.samples, framework_profile, engine)
 
 
 def auto_schedule_order(job: Job, layout: Layout, cluster: Cluster) -> PipelineOrder | None:
@@ -208,7 +195,7 @@ def auto_schedule_order(job: Job, layout: Layout, cluster: Cluster) -> PipelineO
     if not Estimator.is_auto_schedule(layout):
         return None
     estimator = make_estimator(job, cluster)
-    return estimator.auto_schedule(resolve_layout(job, estimator.work.shape, layout)).program.order
+    return estimator.auto_schedule(resolve_layout(job, estimator.shape, layout)).program.order
 
 
 def _auto_schedule_variants(job: Job, estimator: Estimator, layout: Layout) -> list[Prediction]:
@@ -224,7 +211,7 @@ def _auto_schedule_variants(job: Job, estimator: Estimator, layout: Layout) -> l
         for schedule, virtual in candidates:
             with suppress(LayoutError):  # the model or batch does not allow it
                 variant = replace(layout, schedule=schedule, virtual=virtual)
-                predictions.append(estimator.predict(resolve_layout(job, estimator.work.shape, variant)))
+                predictions.append(estimator.predict(resolve_layout(job, estimator.shape, variant)))
         return sorted(predictions, key=rank)
 
     names = [("1f1b", 0), ("interleaved", 2), ("interleaved", 4), ("zero-bubble", 0), ("zbv", 0), ("dualpipev", 0)]
@@ -271,7 +258,6 @@ def explain_gap(estimator: Estimator, best: Prediction, other: Prediction) -> st
 
 
 def time_breakdown(prediction: Prediction) -> dict[str, float]:
-    """Returns the seconds of a step by cause."""
     labels = {"shard": "data-parallel communication", "pipeline": "stage-to-stage transfer"}
     breakdown = {labels.get(axis, f"{axis} communication"): seconds for axis, seconds in prediction.exposed.items()}
     breakdown["pipeline bubble"] = prediction.bubble * prediction.seconds
@@ -286,8 +272,8 @@ def near_misses(estimator: Estimator, best: Prediction) -> Iterator[str]:
     for choice, changes in _neighbor_layouts(best.layout):
         try:
             layout = replace(best.layout, **changes)
-            solve_batch(layout, estimator.work.samples)
-            if str(layout) in seen or estimator.work.shape.heads % layout.tensor:
+            solve_batch(layout, estimator.samples)
+            if str(layout) in seen or estimator.shape.heads % layout.tensor:
                 continue
             reason = explain_gap(estimator, best, estimator.predict(layout))
         except LayoutError:  # invalid, or not possible for this model

@@ -5,10 +5,9 @@ context ranks; micro-batches of 1, 2, 4, ... up to 32 samples, more if samples a
 shard (ZeRO 1, 2, 3) over all of them or within one domain; every schedule with up to 8 stages per rank; no, selective
 or full recomputation.
 
-Three lower bounds of the step time prune it: the compute of a class, which is all layouts with the same degrees and
-micro-batch size; the time of a layout's slowest rank; and a bound of its schedule. A class or layout is dropped if its
-bound exceeds the times of the best layouts so far. The rest is simulated, so the result equals that of simulating
-everything.
+Lower bounds of the step time prune it: the compute of a class (all layouts with the same degrees and micro-batch size),
+the time of a layout's slowest rank, a bound of its schedule. The rest is simulated, so the result equals that of
+simulating everything.
 """
 
 import time
@@ -37,11 +36,10 @@ class SearchResult:
 
 
 def search(estimator: Estimator, devices: int, keep: int = 10) -> SearchResult:
-    """Returns the `keep` fastest layouts that fit."""
     begin = time.perf_counter()
     classes = [(class_lower_bound(estimator, base), base) for base in layout_classes(estimator, devices)]
     if not classes:
-        samples = estimator.work.samples
+        samples = estimator.samples
         raise LayoutError(f"no layout of {devices} devices splits {samples} samples evenly; change one of them.")
     classes.sort(key=lambda pair: pair[0])
     fastest, evaluated = _fastest_layouts(estimator, classes, keep)
@@ -58,7 +56,7 @@ def search(estimator: Estimator, devices: int, keep: int = 10) -> SearchResult:
 def _fastest_layouts(estimator: Estimator, classes: TimedLayouts, keep: int) -> tuple[TimedLayouts, int]:
     """Returns the fastest layouts that fit, with their step times, and how many layouts it examined."""
     limit, evaluated = estimator.machine.device.memory, 0
-    optimizer_bytes = estimator.work.framework_profile.optimizer_bytes
+    optimizer_bytes = estimator.framework_profile.optimizer_bytes
     jitter = estimator.jitter(classes[0][1].world)
     fastest: TimedLayouts = []
     schedules_by_shape: dict[tuple[int, int], list[tuple[str, int, StagePartition]]] = {}
@@ -66,7 +64,7 @@ def _fastest_layouts(estimator: Estimator, classes: TimedLayouts, keep: int) -> 
     for lower_bound, base in classes:
         if lower_bound >= slowest:
             break
-        engine, micro_batches = estimator.work.engine, estimator.micro_batches(base)
+        engine, micro_batches = estimator.engine, estimator.micro_batches(base)
         key = base.pipeline, micro_batches
         if key not in schedules_by_shape:
             schedules_by_shape[key] = [
@@ -79,7 +77,7 @@ def _fastest_layouts(estimator: Estimator, classes: TimedLayouts, keep: int) -> 
                 load = estimator.module_load(candidate)
                 for schedule, virtual, stages in schedules_by_shape[key]:
                     evaluated += 1
-                    busy = micro_batches * load.slowest_rank_time(stages) / estimator.efficiency.uncontended_speedup
+                    busy = micro_batches * stages.largest_sum(*load) / estimator.efficiency.uncontended_speedup
                     floor = (busy + estimator.efficiency.fixed_seconds) * jitter
                     if floor > slowest:
                         continue
@@ -105,7 +103,7 @@ def _replace_unchecked(layout: Layout, **values: Any) -> Layout:
 def class_lower_bound(estimator: Estimator, base: Layout) -> float:
     """Returns a lower bound for all layouts of a class and all stage splits: the slowest rank's compute."""
     inner, first, last = estimator.module_times(estimator.parallel_degrees(base))
-    layers, block = estimator.work.shape.layers, inner.forward + inner.backward
+    layers, block = estimator.shape.layers, inner.forward + inner.backward
     ends = first.forward + first.backward, last.forward + last.backward
     mean, speedup = (layers * block + sum(ends)) / base.pipeline, estimator.efficiency.uncontended_speedup
     busy = max(-(-layers // base.pipeline) * block / speedup, mean, *(end / speedup for end in ends))
@@ -114,7 +112,7 @@ def class_lower_bound(estimator: Estimator, base: Layout) -> float:
 
 def layout_classes(estimator: Estimator, devices: int) -> Iterator[Layout]:
     """Yields one layout per class (degrees and micro-batch size): the one whose data ranks all replicate."""
-    shape, samples, positions = estimator.work.shape, estimator.work.samples, estimator.work.shape.context_positions
+    shape, samples, positions = estimator.shape, estimator.samples, estimator.shape.context_positions
     for tensor in _divisors(devices):
         if tensor > shape.heads or shape.heads % tensor or shape.sequence % tensor:
             continue
@@ -140,7 +138,6 @@ def layout_classes(estimator: Estimator, devices: int) -> Iterator[Layout]:
 
 
 def class_layouts(estimator: Estimator, base: Layout) -> Iterator[Layout]:
-    """Yields every layout of a class."""
     for sharded in _data_shardings(estimator, base):
         for recompute in RECOMPUTE_CHOICES:
             for schedule, virtual in _candidate_schedules(estimator, base):
@@ -160,7 +157,7 @@ def _data_shardings(estimator: Estimator, base: Layout) -> Iterator[Layout]:
 
 def _candidate_schedules(estimator: Estimator, base: Layout) -> Iterator[tuple[str, int]]:
     """Yields the schedules, with stages per rank, that can run the class's micro-batches."""
-    layers, pipeline = estimator.work.shape.layers, base.pipeline
+    layers, pipeline = estimator.shape.layers, base.pipeline
     schedules = [("1f1b", 0)]
     if pipeline > 1:
         schedules += [("interleaved", virtual) for virtual in STAGES_PER_RANK if pipeline * virtual <= layers]

@@ -71,20 +71,16 @@ def memory_table(prediction: Prediction) -> Table:
     table = Table(title=f"memory of '{prediction.layout}' in GiB, by pipeline rank")
     for column in ("rank", *MEMORY_PARTS, "total"):
         table.add_column(column, justify="right")
-    for first, last, memory in _group_ranks(prediction.memory):
-        name = str(first) if first == last else f"{first}-{last}"
-        table.add_row(name, *(f"{size / GIB:.1f}" for size in (*memory, memory.total)))
-    return table
-
-
-def _group_ranks(memories: tuple[RankMemory, ...]) -> list[tuple[int, int, RankMemory]]:
     runs: list[tuple[int, int, RankMemory]] = []
-    for rank, memory in enumerate(memories):
+    for rank, memory in enumerate(prediction.memory):
         if runs and abs(runs[-1][2].total - memory.total) < 0.05 * GIB:
             runs[-1] = runs[-1][0], rank, runs[-1][2]
         else:
             runs.append((rank, rank, memory))
-    return [*runs[:6], *runs[-6:]] if len(runs) > 12 else runs
+    for first, last, memory in [*runs[:6], *runs[-6:]] if len(runs) > 12 else runs:
+        name = str(first) if first == last else f"{first}-{last}"
+        table.add_row(name, *(f"{size / GIB:.1f}" for size in (*memory, memory.total)))
+    return table
 
 
 def training_summary(plan: Plan) -> str:

@@ -37,7 +37,6 @@ def lower_bound(schedule: str, ranks: int, virtual: int, micro_batches: int, cos
 
 
 def _work_by_rank(schedule: str, seconds: Sequence[float], ranks: int) -> Sequence[float]:
-    """Returns the sum over each rank's stages."""
     if schedule in V_SHAPED:
         return [a + b for a, b in zip(seconds[:ranks], reversed(seconds))]
     return seconds if len(seconds) == ranks else [sum(seconds[rank::ranks]) for rank in range(ranks)]

@@ -36,7 +36,6 @@ class SchedulingProblem:
 
     @property
     def stage_to_rank(self) -> list[int]:
-        """The rank of each stage."""
         first_to_last = list(range(self.ranks))
         return first_to_last + first_to_last[::-1] if self.is_v_shaped else first_to_last * self.virtual
 
@@ -56,8 +55,6 @@ class PriorityRules:
 
 
 class ListScheduler:
-    """Schedules a problem under `rules`."""
-
     def __init__(self, problem: SchedulingProblem, rules: PriorityRules):
         costs, stages, ranks, retained = problem.costs, problem.costs.stages, problem.ranks, problem.retained_fraction
         self.problem, self.rules = problem, rules
@@ -70,7 +67,8 @@ class ListScheduler:
         # When the input of each stage's forward and backward arrives, by micro-batch.
         self.forward_ready_at = [[0.0 if s == 0 else inf] * problem.micro_batches for s in range(stages)]
         self.backward_ready_at = [[inf] * problem.micro_batches for _ in range(stages)]
-        self.next_forward, self.next_backward, self.next_weight = [0] * stages, [0] * stages, [0] * stages
+        self.backward = "I" if rules.split_backward else "B"
+        self.next = {kind: [0] * stages for kind in "FIWB"}  # micro-batch, by kind of action and stage
         self.pending_weights: list[deque[int]] = [deque() for _ in range(ranks)]  # stages, by rank
         self.in_flight = [0] * ranks
         self.memory_used, self.free_at = [0.0] * ranks, [0.0] * ranks
@@ -86,21 +84,23 @@ class ListScheduler:
             if now >= self.free_at[rank]:
                 self._schedule_next(rank, now)
         m = self.problem.micro_batches
-        done = all(n == m for n in self.next_backward) and not any(self.pending_weights)
+        done = all(n == m for n in self.next[self.backward]) and not any(self.pending_weights)
         return self.order if done else None
 
     def _schedule_next(self, rank: int, now: float) -> None:
         forward, forward_at, blocked = self._next_forward(rank, now)
-        backward, backward_at = self._next_backward(rank)
+        started, ended = self.next["F"], self.next[self.backward]
+        begun = ((self.backward_ready_at[s][ended[s]], s) for s in self.stages_by_rank[rank] if ended[s] < started[s])
+        backward_at, backward = min(begun, default=(inf, -1))
         pending, next_input_at, costs = self.pending_weights[rank], min(forward_at, backward_at), self.problem.costs
         if forward_at <= now:
-            self._start_forward(rank, forward, now)
+            self._start("F", rank, forward, now)
         elif blocked and pending:  # frees memory for the blocked forward
-            self._start_weight(rank, now)
+            self._start("W", rank, pending.popleft(), now)
         elif backward_at <= now:
-            self._start_backward(rank, backward, now)
+            self._start(self.backward, rank, backward, now)
         elif pending and next_input_at - now >= self.rules.min_gap_fraction * costs.backward_weight[pending[0]]:
-            self._start_weight(rank, now)
+            self._start("W", rank, pending.popleft(), now)
         elif next_input_at < inf:
             heappush(self.events, (next_input_at, rank))
 
@@ -112,7 +112,7 @@ class ListScheduler:
         options: list[tuple[float, int]] = []
         blocked = False
         for stage in reversed(self.stages_by_rank[rank]):
-            micro_batch = self.next_forward[stage]
+            micro_batch = self.next["F"][stage]
             if micro_batch < self.problem.micro_batches:
                 at = self.forward_ready_at[stage][micro_batch]
                 if self.problem.activation_sizes[stage] <= room:
@@ -126,39 +126,24 @@ class ListScheduler:
         at, stage = min(options, default=(inf, -1))
         return stage, at, blocked
 
-    def _next_backward(self, rank: int) -> tuple[int, float]:
-        begun = (s for s in self.stages_by_rank[rank] if self.next_backward[s] < self.next_forward[s])
-        at, stage = min(((self.backward_ready_at[s][self.next_backward[s]], s) for s in begun), default=(inf, -1))
-        return stage, at
-
-    def _start_forward(self, rank: int, stage: int, now: float) -> None:
-        self.in_flight[rank] += 1
-        micro_batch, end = self._start("F", rank, stage, self.next_forward, now)
-        if stage + 1 < len(self.stage_to_rank):
-            self._deliver(self.forward_ready_at, stage + 1, micro_batch, end)
-        else:
-            self.backward_ready_at[stage][micro_batch] = end
-
-    def _start_backward(self, rank: int, stage: int, now: float) -> None:
-        self.in_flight[rank] -= 1
-        micro_batch, end = self._start("I" if self.rules.split_backward else "B", rank, stage, self.next_backward, now)
-        if self.rules.split_backward:
-            self.pending_weights[rank].append(stage)
-        if stage:
-            self._deliver(self.backward_ready_at, stage - 1, micro_batch, end)
-
-    def _start_weight(self, rank: int, now: float) -> None:
-        self._start("W", rank, self.pending_weights[rank].popleft(), self.next_weight, now)
-
-    def _start(self, kind: str, rank: int, stage: int, next_micro_batch: list[int], now: float) -> tuple[int, float]:
-        """Starts an action on the next micro-batch of its kind and stage. Returns the micro-batch and the end."""
-        micro_batch, end = next_micro_batch[stage], now + self.seconds[kind][stage]
-        next_micro_batch[stage] += 1
+    def _start(self, kind: str, rank: int, stage: int, now: float) -> None:
+        """Starts an action on the next micro-batch of its kind and stage, and delivers its result to the next action
+        that needs it."""
+        micro_batch, end, last = self.next[kind][stage], now + self.seconds[kind][stage], len(self.stage_to_rank) - 1
+        self.next[kind][stage] += 1
+        self.in_flight[rank] += {"F": 1, "W": 0}.get(kind, -1)
         self.memory_used[rank] += self.memory_change[kind] * self.problem.activation_sizes[stage]
         self.order[rank].append(Action(stage, kind, micro_batch))
         self.free_at[rank] = end
         heappush(self.events, (end, rank))
-        return micro_batch, end
+        if kind == "I":
+            self.pending_weights[rank].append(stage)
+        if kind == "F" and stage == last:
+            self.backward_ready_at[stage][micro_batch] = end
+        elif kind == "F":
+            self._deliver(self.forward_ready_at, stage + 1, micro_batch, end)
+        elif kind != "W" and stage:
+            self._deliver(self.backward_ready_at, stage - 1, micro_batch, end)
 
     def _deliver(self, ready: list[list[float]], stage: int, micro_batch: int, at: float) -> None:
         ready[stage][micro_batch] = at

@@ -8,7 +8,8 @@ previous stage, a backward for the backward of the next stage.
 schedules are cached by (schedule, ranks, virtual stages, micro-batches), so a search builds each only once.
 """
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +20,7 @@ from shardwise.errors import LayoutError
 from shardwise.layout import V_SHAPED
 
 if TYPE_CHECKING:  # imports torch, which the simulator does without
-    from shardwise.parallel.pipeline import PipelineOrder
+    from shardwise.parallel.torch_pipelining import PipelineOrder
 
 KINDS = ("F", "I", "W", "B")  # in the order of `simulate`'s list of costs
 
@@ -35,8 +36,6 @@ class Action(NamedTuple):
 
 
 class TimelineEvent(NamedTuple):
-    """One executed action of a simulated timeline."""
-
     rank: int
     kind: str
     stage: int
@@ -52,11 +51,6 @@ class StageCosts:
     forward: Sequence[float]
     backward_input: Sequence[float]  # computes the gradient of the stage's input
     backward_weight: Sequence[float]  # computes the gradients of the stage's weights; a full backward does both
-
-    def __post_init__(self) -> None:
-        counts = len(self.forward), len(self.backward_input), len(self.backward_weight)
-        if len(set(counts)) > 1:
-            raise LayoutError(f"stage costs cover {counts} stages; give one of each per stage.")
 
     @property
     def stages(self) -> int:
@@ -89,7 +83,7 @@ class PipelineProgram:
 
     @cached_property
     def table_indices(self) -> tuple[list[int], list[int]]:
-        """Row (kind and stage) and column (micro-batch) of each action in `Simulation.end_time_table`."""
+        """Row (kind and stage) and column (micro-batch) of each action in a table of them."""
         return [cost for _, cost, _ in self.instructions], [action.micro_batch for action in self.actions]
 
     def peak_in_flight(self, rank: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
@@ -134,25 +128,10 @@ class Simulation:
     program: PipelineProgram
     start_times: list[float]
     end_times: list[float]
-    rank_end_times: tuple[float, ...]  # end of the last action, by rank
 
     @cached_property
     def seconds(self) -> float:
-        return max(self.rank_end_times)
-
-    @cached_property
-    def bubble(self) -> tuple[float, ...]:
-        """Idle fraction of the step, by rank."""
-        busy = [0.0] * self.program.ranks
-        for (rank, *_), start, end in zip(self.program.instructions, self.start_times, self.end_times):
-            busy[rank] += end - start
-        return tuple(1.0 - time / self.seconds for time in busy)
-
-    def end_time_table(self, count: int) -> np.ndarray:
-        """Returns end times, one row per kind and stage, one column per micro-batch; NaN if there is no such action."""
-        table = np.full((len(KINDS) * self.program.stages, count), np.nan)
-        table[self.program.table_indices] = self.end_times
-        return table[~np.isnan(table).all(1)]
+        return max(self.end_times)
 
     @property
     def timeline(self) -> list[TimelineEvent]:
@@ -162,8 +141,9 @@ class Simulation:
 
 def simulate(program: PipelineProgram, costs: StageCosts) -> Simulation:
     """Simulates a program. Transfers take no time of their own: the planner adds them to the stages' work."""
-    if costs.stages != program.stages:
-        raise LayoutError(f"got costs of {costs.stages} stages for a schedule of {program.stages}; give one per stage.")
+    counts = len(costs.forward), len(costs.backward_input), len(costs.backward_weight)
+    if set(counts) != {program.stages}:
+        raise LayoutError(f"got costs of {counts} stages for a schedule of {program.stages}; give one per stage.")
     full_backward = [i + w for i, w in zip(costs.backward_input, costs.backward_weight)]
     seconds = [*costs.forward, *costs.backward_input, *costs.backward_weight, *full_backward]
     count = len(program.instructions)
@@ -176,71 +156,52 @@ def simulate(program: PipelineProgram, costs: StageCosts) -> Simulation:
         starts[i] = start
         free_at[rank] = ends[i] = start + seconds[cost]
     ends.pop()
-    return Simulation(program, starts, ends, tuple(free_at))
-
-
-# Action, index of its cost, and ids of the results it waits for, produces and also sends.
-Instruction = tuple[Action, int, int, int, int]
+    return Simulation(program, starts, ends)
 
 
 def build_program(order: "PipelineOrder") -> PipelineProgram:
     """Sorts the actions of an order topologically. Raises LayoutError if the order deadlocks."""
     owner = {action[0]: rank for rank in order for part in order[rank] if part for action in part[3] or (part,)}
-    stages, width = len(owner), max(len(order[rank]) for rank in order)
-    queues = [_rank_instructions(order[rank], stages, width) for rank in range(len(order))]
-    # By result id, the instruction that sends it. The last two ids mean no result and no dependency.
-    sent_at: list[int | None] = [*[None] * (2 * stages * width + 1), -1]
+    stages = len(owner)
+    queues = [deque(_rank_instructions(order[rank], stages)) for rank in range(len(order))]
+    sent_at = {None: -1}  # the instruction that sends each result
     actions: list[Action] = []
     steps: list[tuple[int, int, int]] = []
-    positions = [0] * len(queues)
     progressed = True
     while progressed:
         progressed = False
         for rank, queue in enumerate(queues):
-            position = positions[rank]
-            while position < len(queue):
-                action, cost, waits_for, produces, also_sends = queue[position]
-                before = sent_at[waits_for]
-                if before is None:
-                    break
-                sent_at[produces] = sent_at[also_sends] = len(steps)
-                steps.append((rank, cost, before))
+            while queue and queue[0][1] in sent_at:
+                action, waits_for, sends = queue.popleft()
+                for result in sends:
+                    sent_at[result] = len(steps)
+                steps.append((rank, KINDS.index(action.kind) * stages + action.stage, sent_at[waits_for]))
                 actions.append(action)
-                position += 1
-            progressed = progressed or position > positions[rank]
-            positions[rank] = position
-    for rank, (position, queue) in enumerate(zip(positions, queues)):
-        if position < len(queue):
-            raise LayoutError(f"the pipeline order deadlocks: rank {rank} waits at action {position} of {len(queue)}.")
+                progressed = True
+    for rank, queue in enumerate(queues):
+        if queue:
+            raise LayoutError(f"the pipeline order deadlocks: rank {rank} waits with {len(queue)} actions left.")
     return PipelineProgram(len(queues), stages, tuple(owner[stage] for stage in range(stages)), actions, steps)
 
 
-def _rank_instructions(parts: Sequence[Any], stages: int, width: int) -> list[Instruction]:
-    """Returns a rank's instructions. Result ids: forwards by stage and micro-batch, then backwards."""
-    no_wait, no_result, last = -1, -2, stages - 1
-    tasks: list[Instruction] = []
+def _rank_instructions(parts: Sequence[Any], stages: int) -> Iterator[tuple[Action, Any, tuple[Any, ...]]]:
+    """Yields a rank's actions, each with the result it waits for and those it sends."""
     for part in parts:
-        if part is None:
-            continue
-        deferred = no_result  # the result of a paired forward, which its backward sends
-        for stage, letter, micro_batch, _ in part[3] or (part,):
-            forward, backward = stage * width + micro_batch, (stages + stage) * width + micro_batch
-            waits_for, produces, also_sends = no_wait, no_result, deferred
+        deferred: tuple[Any, ...] = ()  # the result of a paired forward, which its backward sends
+        for stage, letter, micro_batch, _ in (part[3] or (part,)) if part else ():
+            waits_for, sends = None, deferred
             if letter == "F":
-                waits_for, produces, also_sends = forward - width if stage else no_wait, forward, no_result
+                waits_for, sends = ("F", stage - 1, micro_batch) if stage else None, (("F", stage, micro_batch),)
                 if part[3]:
-                    deferred, produces = produces, no_result
+                    deferred, sends = sends, ()
             elif letter != "W":
-                waits_for, produces = forward if stage == last else backward + width, backward
-            kind = KINDS.index(letter)
-            action = Action(stage, KINDS[kind], micro_batch)
-            tasks.append((action, kind * stages + stage, waits_for, produces, also_sends))
-    return tasks
+                waits_for = ("F", stage, micro_batch) if stage == stages - 1 else ("B", stage + 1, micro_batch)
+                sends = *deferred, ("B", stage, micro_batch)
+            yield Action(stage, KINDS[KINDS.index(letter)], micro_batch), waits_for, sends
 
 
 @lru_cache(maxsize=64)
 def named_program(schedule: str, ranks: int, virtual: int, micro_batches: int) -> PipelineProgram:
-    """Returns the program of one of PyTorch's schedules."""
     from shardwise.parallel.torch_pipelining import schedule_actions  # imports torch, which closed forms do without
 
     return build_program(schedule_actions(schedule, ranks, virtual, micro_batches))
@@ -258,7 +219,9 @@ def step_seconds(schedule: str, ranks: int, virtual: int, micro_batches: int, co
     while schedule != "gpipe" and simulated < micro_batches:
         program = named_program(schedule, ranks, virtual, simulated)
         simulation = simulate(program, costs)
-        ends = simulation.end_time_table(simulated)[:, simulated // 2 - max_in_flight : simulated // 2 + max_in_flight]
+        table = np.full((len(KINDS) * program.stages, simulated), np.nan)
+        table[program.table_indices] = simulation.end_times
+        ends = table[~np.isnan(table).all(1), simulated // 2 - max_in_flight : simulated // 2 + max_in_flight]
         period_seconds = ends[:, period:] - ends[:, :-period]
         first = period_seconds[0, 0]
         if (abs(period_seconds - first)[~np.isnan(ends[:, period:])] <= 1e-9 * first).all():

@@ -2,12 +2,9 @@
 
 Stages are seldom even: the first has the embedding, the last the head, and layers do not divide evenly. `synthesize`
 runs the list scheduler with many priority rules, then improves the best of them by local search. Named schedules that
-fit are candidates too, so the result is never slower in simulation than the best of them and never exceeds the memory
-limit of a rank.
-
-The search budget counts simulated actions, not seconds, so every rank of a run finds the same schedule. For
-`schedule=auto`, `make_auto_schedule` states the problem of a layout (stage costs, activation memory of a micro-batch,
-memory limit per rank) and checks the result with the memory model that every schedule is held to.
+fit are candidates too, so the result is never slower in simulation than the best of them. The search budget counts
+simulated actions, not seconds, so every rank of a run finds the same schedule. `make_auto_schedule` states the problem
+of a layout and checks the result with the memory model that every schedule is held to.
 """
 
 from collections.abc import Callable, Iterator
@@ -85,22 +82,16 @@ def _simulate_if_valid(problem: SchedulingProblem, order: dict[int, list[Action]
 
 
 def _candidate_rules(problem: SchedulingProblem) -> Iterator[PriorityRules]:
-    depths = list(dict.fromkeys(_candidate_depths(problem)))
-    for depth, later_first in product(depths, (True, False) if problem.virtual > 1 else (True,)):
+    """Yields rules with these in-flight limits by rank: 1f1b's, twice that, a round trip's worth, all stages, none."""
+    p, m, v = problem.ranks, problem.micro_batches * problem.virtual, problem.virtual
+    depths_1f1b, round_trips = _depths_1f1b(problem), _round_trips(problem)
+    limits = [depths_1f1b, [2 * depth - 1 for depth in depths_1f1b]]
+    limits += [*([n + extra for n in round_trips] for extra in range(4)), [v * p] * p, [m] * p]
+    depths = dict.fromkeys(tuple(max(1, min(m, depth)) for depth in limit) for limit in limits)
+    for depth, later_first in product(depths, (True, False) if v > 1 else (True,)):
         for gap_fraction in GAP_FRACTIONS:
             yield PriorityRules(depth, gap_fraction, later_first)
         yield PriorityRules(depth, 0.0, later_first, split_backward=False)
-
-
-def _candidate_depths(problem: SchedulingProblem) -> Iterator[tuple[int, ...]]:
-    """Yields in-flight limits by rank: 1f1b's, twice that, a round trip's worth, all stages, and unlimited."""
-    p, m, v = problem.ranks, problem.micro_batches * problem.virtual, problem.virtual
-    depth_1f1b = _depths_1f1b(problem)
-    depth_double = [2 * depth - 1 for depth in depth_1f1b]
-    round_trips = _round_trips(problem)
-    depths_round_trip = [[n + extra for n in round_trips] for extra in range(4)]
-    for depth in (depth_1f1b, depth_double, *depths_round_trip, [v * p] * p, [m] * p):
-        yield tuple(max(1, min(m, d)) for d in depth)
 
 
 def _depths_1f1b(problem: SchedulingProblem) -> list[int]:

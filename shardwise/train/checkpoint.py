@@ -43,13 +43,11 @@ from shardwise.host_memory import in_huge_pages, pack, page_lock, unpack
 from shardwise.optim.param_shard import ParamShard
 from shardwise.optim.sharded_optimizer import ShardedOptimizer
 from shardwise.parallel.engine import Engine
-from shardwise.train import checkpoint_folder, error_feedback
+from shardwise.train import checkpoint_folder, dcp_storage, error_feedback
 from shardwise.train.checkpoint_folder import CheckpointGroup, list_checkpoints, valid_checkpoints
-from shardwise.train.dcp_storage import CheckpointPiece, Index, Pieces, dtype_of, read_index, read_pieces, write_pieces
+from shardwise.train.dcp_storage import CheckpointPiece, Index, Pieces, read_pieces, weight_pieces, write_pieces
 from shardwise.train.run_store import RunStore, find_newest_valid
 from shardwise.workers.snapshots import SnapshotStore
-
-__all__ = ["CheckpointManager", "valid_checkpoints", "load_weights"]
 
 
 class CheckpointManager:
@@ -63,11 +61,9 @@ class CheckpointManager:
         self.store = RunStore.of(folder.parent)
         self.on_wait: Callable[[], None] = lambda: None  # called while a checkpoint is downloaded, which may take long
         self.group = CheckpointGroup.create("" if self.store is None else self.store.id)
-        # In a process group of their own, so that they need not wait for a save.
-        self.snapshots = (
-            None if snapshots is None else SnapshotStore(snapshots, layout, CheckpointGroup.create().all_gather)
-        )
-        """In-memory snapshots; None if disabled or if memory is too small."""
+        self.snapshots: SnapshotStore | None = None  # in memory; None if disabled or if memory is too small
+        if snapshots is not None:  # in a process group of their own, so that they need not wait for a save
+            self.snapshots = SnapshotStore(snapshots, layout, CheckpointGroup.create().all_gather)
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._staging: Tensor | None = None  # host memory of asynchronous saves
@@ -81,7 +77,10 @@ class CheckpointManager:
         """Saves everything that training resumes from, after the previous save, whose error it raises. `state` is a
         small JSON-serializable dict; rank 0's is used."""
         self.finish()
-        pieces = replica_pieces(collect_pieces(engine, optimizer), engine.mesh["local_sgd"].index)
+        pieces = collect_pieces(engine, optimizer)
+        if replica := engine.mesh["local_sgd"].index:  # replica 0 saves everything, the others what they have alone
+            own = {name: piece for name, piece in pieces.items() if not name.startswith("outer.")}
+            pieces = {f"replica{replica}.{name}": piece for name, piece in own.items()}
         metadata = json.dumps({"step": step, "layout": str(engine.mesh.layout), "state": {"step": step, **state}})
         self._can_stage.wait()
         if not self.asynchronous or not self._has_room({name: piece.tensor for name, piece in pieces.items()}):
@@ -134,7 +133,7 @@ class CheckpointManager:
         self.source = "disk" if choice.path is not None else ""
         if choice.path is None:
             return None
-        path, group, index = choice.path, self.group, read_index(choice.path)
+        path, group, index = choice.path, self.group, dcp_storage.read_index(choice.path)
         shapes = {f"weights.{param_shard.name}": param_shard.shape for param_shard in engine.param_shards}
         check_matches_model(path, index, shapes, group)
         restore(index, engine, optimizer, lambda pieces: read_pieces(path, index, pieces, group))
@@ -154,8 +153,6 @@ class CheckpointManager:
         if self.snapshots is not None:
             self.snapshots.discard_after(step)
         self.group.on_leaders(lambda: self._remove_after(step))
-
-    # Internals
 
     def _load_snapshot(self, snapshot: dict[str, Any], engine: Engine, optimizer: Optimizer) -> dict[str, Any]:
         assert self.snapshots is not None
@@ -225,10 +222,9 @@ class CheckpointManager:
         except Exception as error:
             if temporary is not None and self.group.rank == self.group.sharing[0]:
                 shutil.rmtree(temporary, ignore_errors=True)
-            raise RunError(
-                f"the checkpoint of step {step} could not be written to {self.folder}: {error}. "
-                "Earlier checkpoints are intact; check free space and write permission."
-            ) from error
+            problem = f"the checkpoint of step {step} could not be written to {self.folder}: {error}."
+            remedy = "Earlier checkpoints are intact; check free space and write permission."
+            raise RunError(f"{problem} {remedy}") from error
 
     def _commit(self, step: int, temporary: Path, manifest: dict[str, Any]) -> tuple[str, list[str]]:
         """Returns the name of the checkpoint, and the names of those that are kept."""
@@ -268,28 +264,6 @@ class CheckpointManager:
                 checkpoint_folder.remove_checkpoint(path)
 
 
-def load_weights(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Any] | None:
-    """Loads unsharded weights, by parameter name, from the newest valid checkpoint, in one process. Returns the
-    checkpoint's state, or None if there is no checkpoint."""
-    single = CheckpointGroup()
-    choice = checkpoint_folder.find_newest_valid(folder, single)
-    if choice.path is None:
-        return None
-    index = read_index(choice.path)
-    weights = {f"weights.{name}": tensor.detach() for name, tensor in tensors.items()}
-    check_matches_model(choice.path, index, {name: tensor.shape for name, tensor in weights.items()}, single)
-    read_pieces(choice.path, index, weight_pieces(weights), single)
-    return choice.manifest["state"]
-
-
-def weight_pieces(tensors: Mapping[str, Tensor]) -> Pieces:
-    """Returns whole tensors as what `read_pieces` fills."""
-    return {name: CheckpointPiece(tensor, (0,) * tensor.dim(), tensor.shape) for name, tensor in tensors.items()}
-
-
-# The state of an engine
-
-
 def collect_pieces(engine: Engine, optimizer: Optimizer) -> Pieces:
     """Returns this rank's shards of all state, by name. A tied weight with two local copies is saved once."""
     pieces: Pieces = {}
@@ -305,35 +279,23 @@ def collect_pieces(engine: Engine, optimizer: Optimizer) -> Pieces:
             assert isinstance(value, Tensor), f"optimizer state {key} of {param_shard.name} is {value!r}, not a tensor"
             values[f"optimizer.{param_shard.name}.{key}"] = value
         for name, value in values.items():
-            if value.dim() == 0:
-                pieces[name] = CheckpointPiece(value, (), value.shape)
-                continue
-            dims = value.dim()  # a table's state may have one number per row
+            dims = value.dim()  # a table's state may have one number per row, and a step count has none
             offsets, sizes, full_shape = list(start[:dims]), size[:dims], list(param_shard.shape[:dims])
             dim = collapsed_dim(optimizer, name)
             if dim is not None:
                 offsets[dim], sizes[dim], full_shape[dim] = 0, 1, 1
             assert list(value.shape) == sizes, f"{name}: its shape {list(value.shape)} is not its weight's, {size}"
             pieces[name] = CheckpointPiece(value, tuple(offsets), torch.Size(full_shape))
-    for chain in engine.chains:
-        for name, value in chain.named_buffers():  # identical on every rank
-            pieces[f"buffers.{name}"] = CheckpointPiece(value, (0,) * value.dim(), value.shape)
-    if engine.scale.dynamic:
-        for key, value in engine.scale.state().items():
-            pieces[f"scale.{key}"] = CheckpointPiece(value, (), value.shape)
+    # Identical on every rank:
+    whole = {f"buffers.{name}": value for chain in engine.chains for name, value in chain.named_buffers()}
+    whole |= {f"scale.{key}": value for key, value in engine.scale.state().items()} if engine.scale.dynamic else {}
+    pieces |= weight_pieces(whole)
     if engine.outer_optimizer is not None:
         for param_shard, state in zip(engine.param_shards, engine.outer_optimizer.state):
             for key, value in state.items():
                 start = param_shard.offset_and_shape[0]
                 pieces[f"outer.{param_shard.name}.{key}"] = CheckpointPiece(value, start, param_shard.shape)
     return pieces | error_feedback.error_feedback_pieces(engine)
-
-
-def replica_pieces(pieces: Pieces, replica: int) -> Pieces:
-    """Returns what a local SGD replica saves: replica 0 everything, others their own state under a prefix."""
-    if not replica:
-        return pieces
-    return {f"replica{replica}.{name}": piece for name, piece in pieces.items() if not name.startswith("outer.")}
 
 
 def collapsed_dim(optimizer: Optimizer, name: str) -> int | None:
@@ -402,13 +364,13 @@ def init_optimizer_state(index: Index, optimizer: Optimizer, param_shards: list[
             if not entry["shape"]:
                 # The step count: only fused and capturable optimizers keep it on the weight's device.
                 device = weight.device if step_on_device.get(id(weight)) else torch.device("cpu")
-                state[key] = torch.zeros((), dtype=dtype_of(entry), device=device)
+                state[key] = torch.zeros((), dtype=dcp_storage.dtype_of(entry), device=device)
             else:
                 has_weight_dtype = entry["dtype"] == index[f"weights.{param_shard.name}"]["dtype"]
                 size, dim = list(weight.shape), collapsed_dim(optimizer, f"optimizer.{param_shard.name}.{key}")
                 if dim is not None:
                     size[dim] = 1
-                dtype = weight.dtype if has_weight_dtype else dtype_of(entry)
+                dtype = weight.dtype if has_weight_dtype else dcp_storage.dtype_of(entry)
                 if sharded is None:
                     state[key] = weight.new_zeros(size, dtype=dtype)
                 else:
@@ -424,7 +386,5 @@ def check_matches_model(path: Path, index: Index, needed: dict[str, torch.Size],
         expected = list(all_shapes[name]) if name in all_shapes else "nothing"
         stored = index[name]["shape"] if name in index else "nothing"
         if expected != stored:
-            raise CheckpointError(
-                f"checkpoint {path} is of another model: for {name.removeprefix('weights.')} it has {stored}, this "
-                f"model needs {expected}. Load it with the model that saved it."
-            )
+            problem = f"for {name.removeprefix('weights.')} it has {stored}, this model needs {expected}"
+            raise CheckpointError(f"checkpoint {path} is of another model: {problem}; load it with its own.")

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from shardwise.comm.objects import all_gather_json, broadcast_json
+from shardwise.comm.collectives import all_gather_json, broadcast_json
 from shardwise.errors import CheckpointError
 from shardwise.files import parse_json
 from shardwise.host_memory import num_threads

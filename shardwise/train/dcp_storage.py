@@ -1,35 +1,32 @@
-"""Writes and reads sharded tensors with PyTorch's distributed checkpoint (DCP).
+"""Writes sharded tensors with PyTorch's distributed checkpoint (DCP), and reads them in any layout.
 
-DCP removes duplicates between ranks, checks that the shards cover each tensor, and reshards on load. We give it our own
-planners, in which a shard is a tensor with its offsets instead of a DTensor: a DTensor on a GPU mesh cannot hold the
-copy in host memory, and DCP ignores empty ones. We give it our own files, which are hashed as they are written. Its
-index, a pickle, is written for PyTorch's tools but never read, since unpickling can run code; ours is `tensors.json`.
-DCP's ranks would send each other pickles too, so each rank runs it as a single process, and we exchange plans as JSON.
+DCP removes duplicates between ranks and checks that the shards cover each tensor. We give it our own planner, in which
+a shard is a tensor with its offsets instead of a DTensor: a DTensor on a GPU mesh cannot hold the copy in host memory,
+and DCP ignores empty ones. We give it our own files, which are hashed as they are written. Its index, a pickle, is
+written for PyTorch's tools but never read, since unpickling can run code; we read `tensors.json`, which is ours. DCP's
+ranks would send each other pickles too, so each rank runs it as a single process, and we exchange plans as JSON.
 """
 
 import io
 import json
 import os
-import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, _split_by_size_and_type, _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata as Chunk
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _create_file_view
 from torch.utils.serialization import config as save_config
 
 from shardwise.errors import RunError
@@ -49,19 +46,23 @@ class CheckpointPiece:
     offsets: tuple[int, ...]
     shape: torch.Size
 
-    @property
-    def chunk(self) -> Chunk:
-        return Chunk(torch.Size(self.offsets), self.tensor.shape)
-
 
 Pieces = dict[str, CheckpointPiece]  # by tensor name
 
 
+def weight_pieces(tensors: Mapping[str, Tensor]) -> Pieces:
+    """Returns whole tensors as pieces."""
+    return {name: CheckpointPiece(tensor, (0,) * tensor.dim(), tensor.shape) for name, tensor in tensors.items()}
+
+
 def write_pieces(folder: Path, pieces: Pieces, group: CheckpointGroup) -> FileDigests:
     """Writes the pieces of all ranks and their index. Returns, on every rank, size and hash of every file."""
-    planner, writer, written, problem = PieceSavePlanner(), DCPWriter(folder), list[Any](), ""
+    planner, writer = PieceSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False), DCPWriter(folder)
+    written, problem = list[Any](), ""
     planner.set_up_planner(pieces)
-    plans = [_save_plan(part) for part in group.all_gather(_describe_shards(pieces))]
+    shards = [(name, p, p.tensor) for name, p in pieces.items() if p.tensor.numel()]
+    described = [(name, dtype_name(tensor.dtype), p.shape, p.offsets, tensor.shape) for name, p, tensor in shards]
+    plans = [_save_plan(part) for part in group.all_gather(described)]
     plans, metadata = planner.create_global_plan(plans)  # the same on all ranks
     try:
         plan = planner.finish_plan(writer.prepare_global_plan(plans)[group.rank])
@@ -88,15 +89,36 @@ def read_index(folder: Path) -> Index:
 
 
 def read_pieces(folder: Path, index: Index, pieces: Pieces, group: CheckpointGroup) -> None:
-    """Fills the pieces from the checkpoint, resharding as needed."""
+    """Fills the pieces from the checkpoint, resharding as needed; reads several files at once."""
+    wanted: dict[str, list[tuple[int, int, tuple[slice, ...], Tensor]]] = {}  # by file: see `_read_file`
     problem = ""
     try:
-        with warnings.catch_warnings(action="ignore"):  # PyTorch warns that it loads in a single process
-            dcp.load(dict(pieces), storage_reader=DCPReader(folder, index), planner=PieceLoadPlanner(), no_dist=True)
-    except CheckpointException as error:  # a BaseException, which most handlers miss
-        problem = f"rank {group.rank}: {error.failures[0][0]}"
+        for name, piece in pieces.items():
+            target, missing = piece.tensor.detach(), piece.tensor.numel()
+            for file, offset, length, start, sizes in index[name]["pieces"] if missing else ():
+                stored, local = zip(start, sizes), zip(piece.offsets, target.shape)
+                spans = [(max(a, b), min(a + n, b + m)) for (a, n), (b, m) in zip(stored, local, strict=True)]
+                if all(first < last for first, last in spans):
+                    source = tuple(slice(first - a, last - a) for (first, last), a in zip(spans, start))
+                    part = target[tuple(slice(first - b, last - b) for (first, last), b in zip(spans, piece.offsets))]
+                    wanted.setdefault(file, []).append((offset, length, source, part))
+                    missing -= part.numel()
+            assert not missing, f"{name} is incomplete"
+        threads = num_threads(sum(length for parts in wanted.values() for _, length, _, _ in parts))
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(lambda file: _read_file(folder / file, wanted[file]), wanted))
+    except Exception as error:
+        problem = f"rank {group.rank}: {error}"
     if problems := [found for found in group.all_gather(problem) if found]:
         raise RunError(f"checkpoint {folder} could not be loaded: {problems[0]}.")
+
+
+def _read_file(path: Path, parts: list[tuple[int, int, tuple[slice, ...], Tensor]]) -> None:
+    """Copies parts of stored tensors; of each: where in the file it is stored, which slice to copy, and where to."""
+    with path.open("rb") as file:
+        for offset, length, source, target in parts:
+            view: Any = _create_file_view(file, offset, length)
+            target.copy_(torch.load(view, map_location="cpu", weights_only=True)[source])
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -105,11 +127,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def dtype_of(entry: dict[str, Any]) -> torch.dtype:
     return getattr(torch, entry["dtype"])
-
-
-def _describe_shards(pieces: dict[str, CheckpointPiece]) -> list[Any]:
-    shards = [(name, piece) for name, piece in pieces.items() if piece.tensor.numel()]
-    return [(name, dtype_name(p.tensor.dtype), p.shape, p.offsets, p.tensor.shape) for name, p in shards]
 
 
 def _save_plan(shards: list[Any]) -> SavePlan:
@@ -122,30 +139,7 @@ def _save_plan(shards: list[Any]) -> SavePlan:
 
 
 class PieceSavePlanner(DefaultSavePlanner):
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self.state_dict[index.fqn].tensor
-
-
-class PieceLoadPlanner(DefaultLoadPlanner):
-    def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
-        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
-
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        items = []
-        for name, piece in self.state_dict.items():
-            if piece.tensor.numel():
-                entry = self.metadata.state_dict_metadata[name]
-                assert isinstance(entry, TensorStorageMetadata)
-                read_items = create_read_items_for_chunk_list(name, entry, [piece.chunk])
-                assert sum(prod(item.lengths) for item in read_items) == piece.tensor.numel(), f"{name} is incomplete"
-                items += read_items
-        return LoadPlan(items)
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self.state_dict[index.fqn].tensor
 
 
@@ -206,35 +200,5 @@ class DCPWriter(dcp.FileSystemWriter):
                 storage = storage_by_index[MetadataIndex(name, chunk.offsets)]
                 file = (storage.relative_path, storage.offset, storage.length)
                 pieces.append([*file, list(chunk.offsets), list(chunk.sizes)])
-            self.index[name] = {
-                "dtype": dtype_name(tensor.properties.dtype), "shape": list(tensor.size), "pieces": pieces,
-            }  # fmt: skip
-
-
-class DCPReader(dcp.FileSystemReader):
-    def __init__(self, folder: Path, index: Index):
-        super().__init__(folder)
-        self.index = index
-
-    def read_data(self, plan: LoadPlan, planner: Any) -> Any:
-        """Reads several files at once."""
-        by_file: dict[str, list[Any]] = {}
-        for item in plan.items:
-            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
-        plans = [replace(plan, items=items) for items in by_file.values()]
-        size = sum(self.storage_data[item.storage_index].length for item in plan.items)
-        with ThreadPoolExecutor(num_threads(size)) as pool:
-            done = [pool.submit(super(DCPReader, self).read_data, plan, planner) for plan in plans]
-        return [future.result() for future in done][-1] if done else super().read_data(plan, planner)
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        tensors: dict[str, Any] = {}
-        storage_by_index = {}
-        for name, entry in self.index.items():
-            chunks = []
-            for file, offset, length, start, size in entry["pieces"]:
-                chunks.append(Chunk(torch.Size(start), torch.Size(size)))
-                storage_by_index[MetadataIndex(name, start)] = _StorageInfo(file, offset, length)
-            properties = TensorProperties(dtype=dtype_of(entry))
-            tensors[name] = TensorStorageMetadata(properties, torch.Size(entry["shape"]), chunks)
-        return Metadata(tensors, storage_data=storage_by_index)
+            dtype = dtype_name(tensor.properties.dtype)
+            self.index[name] = {"dtype": dtype, "shape": list(tensor.size), "pieces": pieces}

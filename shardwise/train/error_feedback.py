@@ -7,13 +7,12 @@ rank gets its own residual back; otherwise each gets an equal share of their sum
 import math
 
 import torch
-from torch import Tensor
 
 from shardwise.comm.axis import Axis
 from shardwise.optim.param_shard import ParamShard
 from shardwise.parallel.data_parallel import DataParallel
 from shardwise.parallel.engine import Engine
-from shardwise.train.dcp_storage import CheckpointPiece, Index, Pieces, dtype_of
+from shardwise.train.dcp_storage import CheckpointPiece, Index, Pieces, dtype_of, weight_pieces
 
 
 def _compression_axis(data: DataParallel) -> Axis:
@@ -40,41 +39,35 @@ def _low_rank_key(data: DataParallel, name: str) -> str:
 
 def error_feedback_pieces(engine: Engine) -> Pieces:
     """Returns this rank's residuals and Q matrices."""
-    data, pieces = engine.data, {}
+    data, pieces = engine.data, Pieces()
     if data.compressor is None:
-        return {}
+        return pieces
     axis = _compression_axis(data)
     for param_shard in engine.param_shards:
-        value = data.compressor.residual.get(param_shard.name)
-        if value is not None:
+        if (value := data.compressor.residual.get(param_shard.name)) is not None:
             start, size = _residual_region(data, param_shard)
             row = value.reshape(-1)[: math.prod(size)].view(1, *size)
             full_shape = torch.Size((axis.size, *param_shard.shape))
             pieces[f"residual.{param_shard.name}"] = CheckpointPiece(row, (axis.index, *start), full_shape)
-    for name, q_matrix in data.compressor.q_matrices.items():
-        pieces[_low_rank_key(data, name)] = CheckpointPiece(q_matrix, (0, 0), q_matrix.shape)
-    return pieces
+    return pieces | weight_pieces({_low_rank_key(data, name): q for name, q in data.compressor.q_matrices.items()})
 
 
 def error_feedback_targets(engine: Engine, index: Index) -> Pieces:
     """Allocates tensors to load Q matrices and residuals into: this rank's, or all if the number of ranks changed."""
-    data, pieces = engine.data, {}
+    data, pieces = engine.data, Pieces()
     if data.compressor is None:
-        return {}
-    axis = _compression_axis(data)
+        return pieces
+    axis, device = _compression_axis(data), engine.mesh.device
     for param_shard in engine.param_shards:
         name = f"residual.{param_shard.name}"
-        entry = index.get(name)
-        if entry is not None and data.should_compress(param_shard):
+        if (entry := index.get(name)) is not None and data.should_compress(param_shard):
             start, size = _residual_region(data, param_shard)
             rows, first_row = (1, axis.index) if entry["shape"][0] == axis.size else (entry["shape"][0], 0)
-            target = _zeros_like_entry(entry, (rows, *size), engine)
+            target = torch.zeros((rows, *size), dtype=dtype_of(entry), device=device)
             pieces[name] = CheckpointPiece(target, (first_row, *start), torch.Size(entry["shape"]))
         name = _low_rank_key(data, param_shard.name)
-        entry = index.get(name)
-        if entry is not None:
-            target = _zeros_like_entry(entry, entry["shape"], engine)
-            pieces[name] = CheckpointPiece(target, (0, 0), torch.Size(entry["shape"]))
+        if (entry := index.get(name)) is not None:
+            pieces |= weight_pieces({name: torch.zeros(entry["shape"], dtype=dtype_of(entry), device=device)})
     return pieces
 
 
@@ -86,14 +79,8 @@ def load_error_feedback(engine: Engine, pieces: Pieces) -> None:
     data.compressor.residual.clear()  # a rollback may go back to a step without residuals
     data.compressor.q_matrices.clear()
     for param_shard in engine.param_shards:
-        residual = pieces.get(f"residual.{param_shard.name}")
-        if residual is not None:
+        if (residual := pieces.get(f"residual.{param_shard.name}")) is not None:
             num_shares = 1 if residual.tensor.shape[0] == 1 else _compression_axis(data).size
             data.compressor.residual[param_shard.name] = residual.tensor.sum(0) / num_shares
-        q_matrix = pieces.get(_low_rank_key(data, param_shard.name))
-        if q_matrix is not None:
+        if (q_matrix := pieces.get(_low_rank_key(data, param_shard.name))) is not None:
             data.compressor.q_matrices[param_shard.name] = q_matrix.tensor
-
-
-def _zeros_like_entry(entry: dict[str, object], size: tuple[int, ...], engine: Engine) -> Tensor:
-    return torch.zeros(tuple(size), dtype=dtype_of(entry), device=engine.mesh.device)

@@ -7,7 +7,7 @@ under its name once it is complete.
 import json
 import shutil
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.adapters.function_modes import KeepFloat64
 from shardwise.errors import CheckpointError, JobError, RunError
@@ -27,19 +27,15 @@ from shardwise.models.config import LoRA, ModelConfig
 from shardwise.models.lora import is_transposed, matches
 from shardwise.models.pretrained import INDEX_FILE, open_folder
 from shardwise.models.sharding import is_adapter
-from shardwise.train.checkpoint import weight_pieces
 from shardwise.train.checkpoint_folder import CheckpointGroup, find_newest_valid
-from shardwise.train.dcp_storage import Index, Pieces, dtype_name, dtype_of, read_index, read_pieces
+from shardwise.train.dcp_storage import Index, Pieces, dtype_name, dtype_of, read_index, read_pieces, weight_pieces
 from shardwise.train.local_machine import require_memory
-from shardwise.train.run_folder import TOKENIZER_FILES, RunFolder
+from shardwise.train.run_folder import RunFolder, copy_tokenizer_files
 from shardwise.train.warm_start import run_weights
 
 DTYPE_CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
                torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "float64": torch.float64}
-# What travels with the weights of a folder: tokenizer, chat template, generation settings.
-COPIED_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model",
-                "chat_template*", "generation_config.json", "preprocessor_config.json")  # fmt: skip
 CHECKED_TOKENS = 64
 TOLERANCE = 1e-10
 
@@ -70,9 +66,8 @@ class Export:
         job, source = self.job, self.job.model.pretrained_folder
         config = job.family.export_config(job.model) | {"dtype": dtype_name(self.dtype)}
         write_text(folder / "config.json", json.dumps({**config, "torch_dtype": config["dtype"]}, indent=2) + "\n")
-        for pattern in COPIED_FILES if source is not None else ():
-            for file in filter(Path.is_file, source.glob(pattern)):  # type: ignore[union-attr]
-                shutil.copy(file, folder)
+        if source is not None:
+            copy_tokenizer_files(source, folder)
         files = list(self._files(max_file_bytes))
         total, places = 0, dict[str, str]()
         for number, units in enumerate(files, start=1):
@@ -91,8 +86,7 @@ class Export:
         return self.job.family.export_weights(self.job.model, tensors)
 
     def _files(self, limit: int) -> Iterator[list[dict[str, Tensor]]]:
-        """Yields what each file holds, on the meta device: parameters, and buffers that belong to the state, in units
-        that are converted together."""
+        """Yields what each file holds, on the meta device: weights and saved buffers, in units converted together."""
         state, buffers = set(self.model.state_dict()), self.model.named_buffers()
         found: dict[str, Tensor] = dict(self.model.named_unique_parameters())
         found |= {name: b for name, b in buffers if name in state and f"buffers.{name}" in self.index}
@@ -115,13 +109,13 @@ class Export:
         """Reads tensors from the checkpoint; parameters that nothing trained have their initial values."""
         tensors: dict[str, Tensor] = {}
         pieces: Pieces = {}
-        for name, shape in ((name, tensor.shape) for name, tensor in like.items()):
+        for name, tensor in like.items():
             key = next((f"{kind}.{name}" for kind in ("weights", "buffers") if f"{kind}.{name}" in self.index), "")
-            tensors[name] = torch.empty(shape, dtype=self._dtype(like[name]) if key else None)
+            tensors[name] = torch.empty(tensor.shape, dtype=self._dtype(tensor) if key else None)
             if key:
                 pieces |= weight_pieces({key: tensors[name]})
             else:
-                init_slice(self.model, name, tensors[name], shape, (0,) * len(shape), self.job.seed)
+                init_slice(self.model, name, tensors[name], tensor.shape, (0,) * tensor.dim(), self.job.seed)
         read_pieces(self.checkpoint, {key: self.index[key] for key in pieces}, pieces, CheckpointGroup())
         for name in tensors if self.lora is not None else ():
             if (update := self._update(name)) is not None:
@@ -158,6 +152,18 @@ class Export:
         return sum(tensor.nbytes for tensor in tensors.values())
 
     @torch.no_grad()
+    def load(self, dtype: torch.dtype) -> nn.Module:
+        """Returns the whole model, or transformers' own module, with the weights of the checkpoint."""
+        with torch.enable_grad():  # what it depends on is looked at
+            model = self.job.family.build_reference(self.job.model, self.job.seed, dtype).eval()
+        parameters = model.named_unique_parameters() if isinstance(model, Chain) else model.named_parameters()
+        found: dict[str, Tensor] = dict(parameters)
+        found |= {name: buffer for name, buffer in model.named_buffers() if f"buffers.{name}" in self.index}
+        for name, tensor in found.items():
+            tensor.copy_(self.read({name: tensor})[name])
+        return model
+
+    @torch.no_grad()
     def check(self, folder: Path) -> str:
         """Loads the folder with transformers; raises RunError if its logits are not those of the run's model."""
         try:
@@ -166,10 +172,7 @@ class Export:
             raise JobError('--check needs transformers: pip install "shardwise[hf]".') from None
         job = self.job
         require_memory(job, 24)  # bytes per parameter: three models in float64
-        ours = job.family.build_reference(job.model, job.seed, torch.float64).eval()
-        parameters = dict(ours.named_unique_parameters() if isinstance(ours, Chain) else ours.named_parameters())
-        for name, stored in self.read(parameters).items():
-            parameters[name].copy_(stored)
+        ours = self.load(torch.float64)
         theirs = getattr(transformers, json.loads((folder / "config.json").read_bytes())["architectures"][0])
         transformers.utils.logging.disable_progress_bar()
         module = theirs.from_pretrained(folder, dtype=torch.float64, local_files_only=True).eval()
@@ -204,42 +207,55 @@ def write_safetensors(path: Path, entries: Mapping[str, Tensor], values: Iterabl
             del value  # before the next one is read
 
 
+def open_checkpoint(folder: RunFolder, step: str | None = "", dtype: torch.dtype = torch.float32) -> Export:
+    """Returns the newest valid checkpoint of a run, that of a step, or the `best` one."""
+    step = step or ""
+    if step not in ("", "best") and not step.isdecimal():
+        raise CheckpointError(f"--step {step}: give the number of a step, or best.")
+    saved, number = folder.best if step == "best" else folder.checkpoints, int(step) if step.isdecimal() else None
+    choice, job = find_newest_valid(saved, CheckpointGroup(), number), folder.job()
+    if choice.path is None:
+        remedy = "train it with validation.keep_best = true" if step == "best" else "train it first"
+        raise CheckpointError(f"{folder.path} has no {'best ' if step else ''}checkpoint; {remedy}.")
+    plain = job.model_copy(update={"model": job.model.model_copy(update={"lora": None})})
+    return Export(plain, choice.path, choice.manifest["step"], dtype, job.model.lora)
+
+
 def export_run(
-    run: Path, out: Path, step: int | None, dtype: str, max_file_bytes: int, check: bool = False, merge: bool = False
-) -> Iterator[str]:
+    run: Path, out: Path, step: str | None, dtype: str, max_file_bytes: int, check: bool = False, merge: bool = False,
+    before: Callable[[Export], None] = lambda export: None,
+    after: Callable[[Export, Path, str], str] = lambda export, folder, checked: "",
+) -> Iterator[str]:  # fmt: skip
     """Exports the newest valid checkpoint of a run, or that of `step`. Yields what was done, in sentences. Adapters are
-    exported by themselves, or with `merge` as part of the weights."""
+    exported by themselves, or with `merge` as part of the weights. `before` may refuse what is to be written; `after`
+    adds to the folder before it gets its name, and gets the sentence of a check."""
     if dtype not in ("auto", *DTYPES):
         raise JobError(f"--dtype {dtype} is not one of auto, {', '.join(DTYPES)}.")
     if out.exists():
         raise JobError(f"{out} exists; give a folder that does not, so that nothing is overwritten.")
-    folder = RunFolder.open(run, weights=True, step=step)
-    choice = find_newest_valid(folder.checkpoints, CheckpointGroup(), step)
-    if choice.path is None:
-        raise CheckpointError(f"{run} has no checkpoint to export; train it first.")
+    folder = RunFolder.open(run, weights=True, step=int(step) if step and step.isdecimal() else None)
     job = folder.job()
     lora = job.model.lora
     if lora is None and merge:
         raise JobError(f"{run} has no adapters to merge; use `shardwise export`.")
     if lora is not None and check and not merge:
         raise JobError("--check compares whole models; use it with `shardwise merge`.")
-    plain = job.model_copy(update={"model": job.model.model_copy(update={"lora": None})})
     auto = torch.float32 if lora is not None and not merge else _folder_dtype(job)
-    export = Export(plain, choice.path, choice.manifest["step"], DTYPES.get(dtype) or auto, lora)
+    export = open_checkpoint(folder, step, DTYPES.get(dtype) or auto)
+    before(export)
     temporary = out.with_name(f"{out.name}.partial-{uuid.uuid4().hex[:8]}")
     try:
         temporary.mkdir(parents=True)
     except OSError as error:
         raise JobError(f"{out} cannot be created: {error.strerror}.") from None
     try:
+        copy_tokenizer_files(folder.path, temporary)  # before those of the weights that it started from
         if lora is not None and not merge:
             size = export.write_adapter(temporary, job.model)
         else:
             size = export.write(temporary, max_file_bytes)
-        for file in (folder.tokenizer, *(folder.path / name for name in TOKENIZER_FILES)):
-            if file.exists() and not (temporary / file.name).exists():
-                shutil.copy(file, temporary)
         checked = export.check(temporary) if check else ""
+        added = after(export, temporary, checked)
         temporary.rename(out)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -247,7 +263,7 @@ def export_run(
             raise RunError(f"{out} could not be written: {error.strerror}.") from None
         raise
     yield f"exported: step {export.step} of {run} to {out}, {size / 1e9:.3g} GB in {dtype_name(export.dtype)}."
-    yield from [checked] if check else []
+    yield from filter(None, (checked, added))
 
 
 def _folder_dtype(job: Job) -> torch.dtype:

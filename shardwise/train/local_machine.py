@@ -30,9 +30,9 @@ FORKED_PROCESS_BYTES = 0.1 * GIB  # that a worker does not share with the proces
 def pick_device(job: Job) -> str:
     """Returns `cuda` or `cpu`. Queries NVML, since initializing CUDA would break processes forked later."""
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    if job.run.device == "cuda" and not torch.cuda.is_available():
+        raise LayoutError('run.device = "cuda", but PyTorch sees no GPU here; use "cpu" or "auto".')
     if job.run.device != "auto":
-        if job.run.device == "cuda" and not torch.cuda.is_available():
-            raise LayoutError('run.device = "cuda", but PyTorch sees no GPU here; use "cpu" or "auto".')
         return job.run.device
     return "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -41,20 +41,14 @@ def check_compiler() -> None:
     """Raises JobError if there is no C++ compiler, which `compile` needs on CPUs."""
     name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # where PyTorch looks
     if shutil.which(name) is None:
-        raise JobError(
-            f"compile = true needs a C++ compiler, and {name!r} was not found; install it, set CXX, or compile = false."
-        )
+        raise JobError(f"compile = true needs a C++ compiler, but {name!r} was not found; install it, or set CXX.")
 
 
 def local_process_count(job: Job) -> int:
-    if job.run.processes:
-        return job.run.processes
-    if pick_device(job) == "cuda":
-        return torch.cuda.device_count()
-    return _core_count()
+    return job.run.processes or (torch.cuda.device_count() if pick_device(job) == "cuda" else core_count())
 
 
-def _core_count() -> int:
+def core_count() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -78,7 +72,7 @@ def local_cluster(job: Job, processes: int) -> tuple[Cluster, str]:
 def _cpu_cluster(processes: int) -> Cluster:
     """Divides the memory among the processes; more processes than cores slow everything else down in proportion."""
     cpu = CLUSTERS["cpu"]
-    oversubscription = max(1.0, processes / _core_count())
+    oversubscription = max(1.0, processes / core_count())
     peaks = {precision: rate / oversubscription for precision, rate in cpu.device.peak_by_precision.items()}
     bandwidth, memory = cpu.device.bandwidth / oversubscription, host_memory() / processes
     device = replace(cpu.device, peak_by_precision=peaks, bandwidth=bandwidth, memory=memory)
@@ -118,30 +112,27 @@ def require_memory(job: Job, bytes_per_parameter: int, processes: int = 1, share
     if pick_device(job) == "cpu":
         needed, owned = needed + processes * (1 + job.data.workers) * FORKED_PROCESS_BYTES, host_memory()
     if needed > owned > 0:
-        raise LayoutError(
-            f"{format_count(parameters)} parameters in {pluralize(processes, 'process')} need at least "
-            f"{needed / GIB:,.1f} GiB of memory, but this machine has {owned / GIB:,.1f} GiB; use a smaller model, "
-            "fewer processes and data.workers, or more machines."
-        )
+        needs = f"{format_count(parameters)} parameters in {pluralize(processes, 'process')} need {needed / GIB:,.1f}"
+        remedy = "use a smaller model, fewer processes and data.workers, or more machines"
+        raise LayoutError(f"{needs} GiB of memory, but this machine has {owned / GIB:,.1f} GiB; {remedy}.")
 
 
 MAX_COUNTS = 512  # process counts to try one by one; of a larger number, only powers of two below it
 MEMORY_TOLERANCE = 2.0  # a layout that the job names is refused beyond this: predictions err, but less than this
 
 
-def choose_plan(job: Job, world_size: int | None = None) -> tuple[Plan, str]:
-    """Returns the plan for `world_size` processes (default: what this machine can run), and the machine's source."""
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size)) if world_size else 0
+def choose_plan(job: Job, world_size: int | None = None, at_most: bool = False) -> tuple[Plan, str]:
+    """Returns the plan for `world_size` processes (default: at most what fits here), and the machine's source."""
     if job.layout != "auto":
         layout = Layout.parse(job.layout)
-        cluster, source = local_cluster(job, local_world_size or layout.world)
+        cluster, source = local_cluster(job, int(os.environ.get("LOCAL_WORLD_SIZE", world_size or layout.world)))
         return make_plan(job, cluster, layout=str(layout)), source
     max_devices = world_size or local_process_count(job)
-    counts = (
-        range(max_devices, 0, -1) if max_devices <= MAX_COUNTS else [max_devices, *(2**n for n in range(9, -1, -1))]
-    )
-    for devices in [max_devices] if world_size else counts:
-        cluster, source = local_cluster(job, local_world_size or devices)
+    counts = [*range(max_devices, 0, -1)]
+    if max_devices > MAX_COUNTS:
+        counts = [max_devices, *(2**n for n in range(9, -1, -1))]
+    for devices in counts[:1] if world_size and not at_most else counts:
+        cluster, source = local_cluster(job, int(os.environ.get("LOCAL_WORLD_SIZE", devices)))
         try:
             if job.model.requires_single_micro_batch:  # the search does not try a whole batch as one micro-batch
                 return make_plan(job, cluster, layout=f"replicate={devices}"), source
@@ -154,19 +145,13 @@ def choose_plan(job: Job, world_size: int | None = None) -> tuple[Plan, str]:
 def check_memory(job: Job, plan: Plan) -> None:
     """Raises LayoutError if no layout that "auto" tried fits in memory, or if the job's own layout does not by far."""
     device, needed = plan.cluster.device, plan.best.peak_memory
-    sizes = " of ".join(
-        f"{size / GIB:,.0f}" if size > 100 * GIB else f"{size / GIB:.2g}" for size in (needed, device.memory)
-    )
+    sizes = " of ".join(f"{size / GIB:,.1f}" for size in (needed, device.memory))
     if job.layout == "auto" and not plan.fits(plan.best):
-        raise LayoutError(
-            f"no layout of {plan.devices} x {device.name} fits in memory: '{plan.best.layout}' needs least, "
-            f"{sizes} GiB per rank; use more devices, or set that layout to try it anyway."
-        )
+        problem = f"no layout of {plan.devices} x {device.name} fits in memory"
+        raise LayoutError(f"{problem}: '{plan.best.layout}' needs least, {sizes} GiB per rank; use more devices.")
     if needed > MEMORY_TOLERANCE * device.memory:
-        raise LayoutError(
-            f"layout '{plan.best.layout}' does not fit in memory: it needs about {sizes} GiB per rank; use a "
-            "smaller model or batch, recompute=full, a smaller micro_batch, shard with zero=3, or more devices."
-        )
+        remedy = "use a smaller model or batch, recompute=full, a smaller micro_batch, zero=3, or more devices"
+        raise LayoutError(f"layout '{plan.best.layout}' does not fit in memory: {sizes} GiB per rank; {remedy}.")
 
 
 def describe_plan(plan: Plan, source: str) -> str:

@@ -1,5 +1,6 @@
 """The training loop of one rank: reads batches, takes steps, logs metrics, validates, saves and rolls back."""
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.objects import broadcast_json
+from shardwise.comm.collectives import broadcast_json
 from shardwise.console import pluralize, signal_name
 from shardwise.data.input_files import BadRecords
 from shardwise.data.loader import Loader
@@ -20,6 +21,7 @@ from shardwise.errors import DataError, RunError
 from shardwise.integrity.anomaly_policy import AnomalyPolicy, Rollback
 from shardwise.integrity.corruption_detector import CorruptionDetector
 from shardwise.layout import AUTO_SCHEDULES
+from shardwise.models.lora import AdaptedWeights
 from shardwise.optim import job_learning_rate, set_learning_rate
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
@@ -31,8 +33,8 @@ from shardwise.train.checkpoint import CheckpointManager
 from shardwise.train.local_machine import local_cluster
 from shardwise.train.metrics_processor import MetricsProcessor, Progress, StopFlag, json_number
 from shardwise.train.run_folder import RunFolder, check_none_lost, check_state, defining_values
-from shardwise.train.validate import validate
-from shardwise.train.warm_start import load_start, use_run_weights
+from shardwise.train.validate import open_validation_sets, validate_sets
+from shardwise.train.warm_start import load_start, run_weights
 
 # The phase of the step timer, by the phase that a rank reports in its heartbeat.
 PHASES = {"data": "data", "computing": "compute", "validating": "validation", "saving": "checkpoint"}
@@ -41,7 +43,8 @@ PHASES = {"data": "data", "computing": "compute", "validating": "validation", "s
 def make_engine(prepared: Prepared, device: torch.device) -> Engine:
     """Builds this rank's engine; rank 0 broadcasts a synthesized pipeline order, so that all ranks run the same."""
     job, layout = prepared.job, prepared.layout
-    use_run_weights(job, prepared.model)
+    if isinstance(adapted := prepared.model.initial, AdaptedWeights):  # adapters, maybe beside the weights of a run
+        adapted.base = run_weights(job) or adapted.base
     order: PipelineOrder | None = None
     if layout.pipeline > 1 and layout.schedule in AUTO_SCHEDULES:
         if dist.get_rank() == 0:
@@ -73,9 +76,8 @@ class TrainingLoop:
         self.overlaps_host = isinstance(self.step, CudaGraphStep)  # reads data and writes metrics during GPU work
         is_watched = not self.engine.has_tables and not self.overlaps_host
         flops = is_watched * 3 * self.prepared.forward_flops * self.job.samples / self.layout.world
-        self.corruption_detector = CorruptionDetector(
-            self.job, self.engine, self.optimizer, self.folder.path, flops, self._log_event
-        )
+        watched = self.engine, self.optimizer, self.folder.path, flops
+        self.corruption_detector = CorruptionDetector(self.job, *watched, self._log_event)
         task = self.job.family.task(self.job.model)
         self.callbacks = () if task is None else task.callbacks
         self.is_rank_zero = self.engine.mesh.rank == 0
@@ -96,14 +98,22 @@ class TrainingLoop:
         if record.is_new and self.is_rank_zero:
             self.folder.write_data(record, *sources)
         self.training, self.held_out, self.tokenizer = sources
+        if self.job.validation.sets and self.engine.mesh["world"].size > 1:
+            dist.barrier()  # rank 0 has written the tokenizer
+        own = self.folder.tokenizer if self.job.data.tokenizer != "bytes" and self.folder.tokenizer.exists() else None
+        self.validation_sets = open_validation_sets(self.job, own)
+        keep_best = self.job.validation.keep_best
+        self.best = CheckpointManager(self.folder.best, 1, False, None, str(self.layout)) if keep_best else None
+        self.validation_losses: list[float] = []
         self.bad_records.log_path = self.folder.bad_records_path
         self.metrics = MetricsProcessor(
             self.job, self.engine, self.optimizer, self.folder, self.progress, self.corruption_detector, self.stop,
             writes_later=self.overlaps_host,
         )  # fmt: skip
-        self.anomaly_policy = AnomalyPolicy(
-            self.job, self.engine, self._can_replay(), lambda: len(self._skipped_batches()), self._log_event
-        )
+        compiled = self.job.should_compile(self.device.type, self.layout)
+        can_replay = not (compiled or self.engine.has_tables or self.job.gradient.compress)  # without side effects
+        count_skipped = lambda: len(self._skipped_batches())  # noqa: E731
+        self.anomaly_policy = AnomalyPolicy(self.job, self.engine, can_replay, count_skipped, self._log_event)
 
     def _make_step_fn(self) -> Callable[[Samples], StepResult]:
         compiled = self.job.should_compile(self.device.type, self.layout)
@@ -127,7 +137,8 @@ class TrainingLoop:
 
     def _train(self, first: int) -> None:
         """Takes all steps after step `first`, or until a signal asks it to stop."""
-        last = self.job.total_steps
+        last, every = self.job.total_steps, self.job.checkpoint.every
+        self.validation_losses = self.checkpoints.group.on_rank_zero(self.folder.validation_losses)
         self._tell("on_start", first)
         stream = job_stream(self.job, self.training)
         data = self.engine.mesh["loader"]
@@ -172,10 +183,12 @@ class TrainingLoop:
                                                      "lr": rate})  # fmt: skip
                 self.corruption_detector.evaluate(done, verdict.is_corrupt)
                 self.anomaly_policy.evaluate(done, verdict, samples)
-                if _is_due(done, self.job.validation.every) and done < last:
-                    self._validate(done)
-                if _is_due(done, self.job.checkpoint.every) or done == last or verdict.stop_signal:
+                stops_early = self.job.is_validated_after(done) and self._validate(done)
+                if (every and done % every == 0) or done == last or verdict.stop_signal or stops_early:
                     self._save(done)
+                if stops_early:
+                    self._end(done, f"no lower validation loss in {self.job.validation.patience} validations.")
+                    break
                 if done < last and self.checkpoints.can_snapshot(done, self.job.checkpoint.snapshot_every):
                     self._snapshot(done)
                 if verdict.stop_signal and done < last:
@@ -183,13 +196,9 @@ class TrainingLoop:
                     self._log_event("stopped", f"{reason}, checkpoint saved at step {done}.", step=done)
                     break
             else:
-                self._validate(last)
-                self._set_phase("saving", last)
-                self.checkpoints.finish()
-                if summary := self.bad_records.summary():
-                    self._log_event("bad_records", summary, step=last)
-                self._log_event("finished", "all steps are done.", step=last)
-                self._tell("on_end", last)
+                if first == last:
+                    self._validate(last)
+                self._end(last, "all steps are done.")
             self.checkpoints.finish()
             self.metrics.ranks.finish()
         finally:
@@ -199,6 +208,14 @@ class TrainingLoop:
     def _skipped_batches(self) -> list[tuple[int, int]]:
         """Returns the list of rank 0, on every rank: other nodes may have no copy of it."""
         return [(step, count) for step, count in broadcast_json(self.is_rank_zero and self.folder.skipped_batches())]
+
+    def _end(self, step: int, reason: str) -> None:
+        self._set_phase("saving", step)
+        self.checkpoints.finish()
+        if summary := self.bad_records.summary():
+            self._log_event("bad_records", summary, step=step)
+        self._log_event("finished", reason, step=step)
+        self._tell("on_end", step)
 
     def _restore(self) -> int:
         """Loads the newest checkpoint when resuming. Returns the step to continue from."""
@@ -261,26 +278,35 @@ class TrainingLoop:
         self._log_event("checkpoint", f"saving step {done}.", step=done, stall_seconds=stall)
         self._tell("on_checkpoint", done)
 
-    def _validate(self, done: int) -> None:
+    def _validate(self, done: int) -> bool:
+        """Validates; keeps the best checkpoint. Returns whether the run ends because the loss no longer falls."""
         self._set_phase("validating", done)
-        self.metrics.flush()
         begin = time.perf_counter()
-        result = validate(self.engine, self.job, self.held_out, self.tokenizer)
-        if result is not None:
-            bits = f", {result['bits_per_byte']:.3f} bits per byte" if "bits_per_byte" in result else ""
-            accuracy = f", {100 * result['accuracy']:.1f}% accuracy" if "accuracy" in result else ""
-            task = self.job.family.task(self.job.model)
-            own = "".join(f", {name} {result[name]:.4g}" for name in (() if task is None else task.metrics))
-            message = f"loss {result['loss']:.4f}{bits}{accuracy}{own} after step {done}."
-            seconds = round(time.perf_counter() - begin, 4)
-            values = {key: json_number(value) for key, value in result.items()}
-            self._log_event("validation", message, step=done, seconds=seconds, **values)
-            self._tell("on_validation", done, lambda: result)
-
-    def _can_replay(self) -> bool:
-        """Whether a step can be replayed without side effects: no tables, no error feedback, no compiled blocks."""
-        compiled = self.job.should_compile(self.device.type, self.layout)
-        return not (compiled or self.engine.has_tables or self.job.gradient.compress)
+        result = validate_sets(self.engine, self.job, self.held_out, self.validation_sets, self.tokenizer)
+        if result is None:
+            self.metrics.flush()
+            return False
+        bits = f", {result['bits_per_byte']:.3f} bits per byte" if "bits_per_byte" in result else ""
+        accuracy = f", {100 * result['accuracy']:.1f}% accuracy" if "accuracy" in result else ""
+        task = self.job.family.task(self.job.model)
+        own = "".join(f", {name} {result[name]:.4g}" for name in (() if task is None else task.metrics))
+        sets = ", ".join(f"{name} {part['loss']:.4f}" for name, part in result.items() if isinstance(part, dict))
+        message = f"loss {result['loss']:.4f}{f' ({sets})' if sets else ''}{bits}{accuracy}{own} after step {done}."
+        seconds = round(time.perf_counter() - begin, 4)
+        values = {key: {name: json_number(number) for name, number in value.items()} if isinstance(value, dict)
+                  else json_number(value) for key, value in result.items()}  # fmt: skip
+        self.metrics.add_validation(values)
+        self.metrics.flush()
+        self._log_event("validation", message, step=done, seconds=seconds, **values)
+        self._tell("on_validation", done, lambda: result)
+        losses = self.validation_losses = [*self.validation_losses, result["loss"]]
+        best = min(range(len(losses)), key=lambda n: (math.isnan(losses[n]), losses[n]))
+        if self.best is not None and best == len(losses) - 1:
+            try:
+                self.best.save(done, self.engine, self.optimizer, self._state(done))
+            except RunError as error:
+                self._log_event("checkpoint_failed", f"{error} The run continues.", step=done)
+        return 0 < self.job.validation.patience <= len(losses) - 1 - best and done < self.job.total_steps
 
     def _roll_back(self, reason: Rollback) -> int:
         """Loads the last checkpoint. Returns the step to continue from."""
@@ -317,7 +343,3 @@ class TrainingLoop:
         if self.is_rank_zero:
             self.folder.log_event(kind, message, **facts)
             self.progress.print_event(kind, message)
-
-
-def _is_due(done: int, every: int) -> bool:
-    return bool(every) and done % every == 0

@@ -5,14 +5,13 @@ one live line on a terminal, about ten plain lines otherwise.
 """
 
 import math
+import sys
 import time
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 from torch import Tensor
 
 from shardwise.cluster import device_peak_flops
@@ -20,7 +19,7 @@ from shardwise.console import print_line
 from shardwise.integrity.anomaly_policy import Verdict
 from shardwise.integrity.corruption_detector import CorruptionDetector
 from shardwise.job import Job
-from shardwise.metrics.collector import RankMetricsCollector
+from shardwise.metrics.rank_metrics import RankMetricsCollector
 from shardwise.metrics.trackers import Tracker
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.expert import routing_stats
@@ -34,53 +33,32 @@ HIDDEN_EVENTS = {"checkpoint"}  # too frequent to print
 class Progress:
     def __init__(self, total: int, enabled: bool, unit: str = "tokens"):
         self.total, self.enabled, self.unit = total, enabled, unit
-        self.console = Console(highlight=False)
-        self.is_terminal = enabled and self.console.file.isatty()
-        self._live: Live | None = None
+        self._clear = "\r\033[K" if enabled and sys.stdout.isatty() else ""  # of a terminal: its live line
         self._start: tuple[int, float] | None = None  # first step seen, and when
 
     def update(self, record: dict[str, Any]) -> None:
-        if not self.enabled:
-            return
         done = record["step"]
-        if self._start is None:
-            self._start = (done, time.monotonic())
-        line = self._line(record)
-        if self.is_terminal:
-            if self._live is None:
-                self._live = Live(console=self.console, refresh_per_second=8, transient=False)
-                self._live.start()
-            self._live.update(Text(line))
-        elif done == 1 or done == self.total or done % max(1, self.total // 10) == 0:
-            print_line(line)
+        self._start = self._start or (done, time.monotonic())
+        if self._clear:
+            print(f"{self._clear}{self._line(record)}", end="\n" if done == self.total else "", flush=True)
+        elif self.enabled and (done in (1, self.total) or done % max(1, self.total // 10) == 0):
+            print_line(self._line(record))
 
     def _line(self, record: dict[str, Any]) -> str:
         done = record["step"]
         assert self._start is not None
         steps, seconds = done - self._start[0], time.monotonic() - self._start[1]
-        remaining = f"{_format_duration((self.total - done) * seconds / steps)} left" if steps else ""
+        remaining = f"{timedelta(seconds=round((self.total - done) * seconds / steps))} left" if steps else ""
         loss = record["loss"] if isinstance(record["loss"], str) else f"{record['loss']:.4f}"
         step = f"step {done:>{len(str(self.total))}}/{self.total}"
         return f"{step}  loss {loss}  {record['tokens_per_s']:,.0f} {self.unit}/s  {remaining}".rstrip()
 
     def print_event(self, kind: str, message: str) -> None:
-        if not self.enabled or kind in HIDDEN_EVENTS:
-            return
-        if self.is_terminal:
-            self.console.print(f"{kind}: {message}", markup=False, soft_wrap=True)  # above the live line
-        else:
-            print_line(f"{kind}: {message}")
+        if self.enabled and kind not in HIDDEN_EVENTS:
+            print_line(f"{self._clear}{kind}: {message}")
 
     def close(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-
-
-def _format_duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+        print(self._clear, end="", flush=True)
 
 
 @dataclass
@@ -88,6 +66,9 @@ class StopFlag:
     """The signal that asked this rank to stop, or 0; all ranks agree on it at the end of each step."""
 
     signal_number: int = 0
+
+    def set(self, number: int, frame: object) -> None:
+        self.signal_number = number
 
 
 @dataclass
@@ -128,7 +109,7 @@ class MetricsProcessor:
         self.engine.timer.bytes_sent.clear()
         if model.reports_routing:
             # A GPU has not finished this step yet, so we report the wait times of the previous step.
-            waits = engine.timer.wait_seconds if self.device.type == "cpu" else self.ranks.last_metrics.wait_seconds
+            waits = engine.timer.wait_seconds if self.device.type == "cpu" else self.ranks.last_waits
             sent_bytes, waited = sent.get("expert", 0), waits.get("expert", 0.0)
             values.extend(routing_stats(model, engine.chains, self.world, self.device, sent_bytes, waited))
         stacked = self._read(torch.stack(values))
@@ -163,7 +144,7 @@ class MetricsProcessor:
                 record |= {"expert_bytes": int(total_sent), "expert_wait_seconds": mean_wait}
             record["expert_load"] = [round(share, 5) for share in load]
         self._unwritten = record, previous_step, rows
-        if not self.writes_later:
+        if not (self.writes_later or self.job.is_validated_after(step)):  # whose result belongs to the record
             self.flush()
         return Verdict(loss, grad_norm, bool(skipped), int(stop_signal), bool(is_corrupt))
 
@@ -176,6 +157,11 @@ class MetricsProcessor:
         self._pinned.copy_(values, non_blocking=True)
         torch.cuda.current_stream().synchronize()
         return self._pinned.tolist()  # type: ignore[no-any-return]
+
+    def add_validation(self, values: dict[str, Any]) -> None:
+        """Adds the result of a validation to the record of the last step, if it is unwritten."""
+        if self._unwritten is not None:
+            self._unwritten[0]["validation"] = values
 
     def flush(self) -> None:
         """Writes the record of the last step, if it is unwritten."""

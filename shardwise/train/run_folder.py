@@ -1,15 +1,5 @@
-"""The run folder, plain files that stay valid after a crash, and what must hold when its run is resumed.
-
-job.toml         the resolved job               plan.toml        layout, stages and batch sizes
-metrics.jsonl    one object per step            events.jsonl     events with a message each
-ranks.jsonl      time and memory of each rank   timeline/        pipeline actions of selected steps
-checkpoints/     see `checkpoint.py`            errors/          errors of failed workers
-tokenizer.json   the tokenizer, unless `bytes`  bad-records.txt  records that `data.on_bad_record = "skip"` skipped
-data.json        fingerprints of the files read owner.json       the launcher that trains the run, while it does
-heartbeats/      heartbeats of the ranks        doctor/          diagnoses of dead and hung ranks
-skips.json       batches skipped after loss spikes
-quarantine.json  ranks on which silent data corruption was found
-store.json       of a local copy: the URL of the run (`shardwise.train.run_store`)
+"""The run folder, plain files that stay valid after a crash (docs/reference/run-folder.md lists them), and what must
+hold when its run is resumed.
 """
 
 import errno
@@ -17,7 +7,7 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -38,14 +28,26 @@ from shardwise.train.run_store import RunStore, fetch_run, local_folder
 
 DISK_FULL_TIMEOUT = 5.0  # seconds to wait for space on a full disk: a checkpoint that did not fit gets removed
 
-# What Hugging Face folders have beside a tokenizer, which a run keeps for whoever starts from it or exports it.
-TOKENIZER_FILES = ("tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json", "generation_config.json")
+# A tokenizer in a Hugging Face folder and what belongs to it: a run keeps them, and they travel with exported weights.
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja",
+    "chat_template.json", "generation_config.json", "preprocessor_config.json",
+)  # fmt: skip
+
+
+def copy_tokenizer_files(source: Path, target: Path) -> None:
+    """Copies those of a folder that another one lacks, byte by byte."""
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file() and not (target / name).exists():
+            shutil.copyfile(source / name, target / name)
 
 
 class RunFolder:
     def __init__(self, path: Path):
         self.path = path
         self.checkpoints = path / "checkpoints"
+        self.best = path / "best"  # the checkpoint with the lowest validation loss (`validation.keep_best`)
         self.errors = path / "errors"
         self.tokenizer = path / "tokenizer.json"
         self.bad_records_path = path / "bad-records.txt"
@@ -63,10 +65,8 @@ class RunFolder:
             try:
                 (folder.path / "job.toml").touch(exist_ok=False)  # of several processes at once, one gets the folder
             except FileExistsError:
-                raise JobError(
-                    f"run.folder = {str(folder.path)!r} already has a run; continue it with `shardwise train --resume "
-                    f"{folder.path}`, or choose another folder."
-                ) from None
+                taken = f"run.folder = {str(folder.path)!r} already has a run"
+                raise JobError(f"{taken}; add --resume {folder.path}, or choose another folder.") from None
             write_text(folder.path / "job.toml", job.to_toml())
         except OSError as error:
             raise JobError(f"cannot create the run folder: {error}.") from None
@@ -112,12 +112,13 @@ class RunFolder:
                 tokenizer.save(self.tokenizer)
             record.tokenizer = tokenizer_fingerprint(str(self.tokenizer))
             given = Path(self.job().data.tokenizer).expanduser()
-            for name in TOKENIZER_FILES if given.exists() else ():
-                file = (given if given.is_dir() else given.parent) / name
-                if file.is_file() and not (self.path / name).exists():
-                    shutil.copyfile(file, self.path / name)
-            if config := getattr(training, "tokenizer_config", ""):
-                write_text(self.path / "tokenizer_config.json", config)
+            if given.exists():
+                copy_tokenizer_files(given if given.is_dir() else given.parent, self.path)
+            if text := getattr(training, "tokenizer_config", ""):
+                path, config = self.path / "tokenizer_config.json", parse_json(text)
+                write_text(self.path / "chat_template.jinja", config.pop("chat_template"))
+                given_config = json.loads(path.read_bytes()) if path.exists() else {}
+                write_text(path, json.dumps(config | given_config, indent=2))
         record.samples = (len(training), len(held_out))
         record.save(self.path / "data.json")
 
@@ -128,11 +129,20 @@ class RunFolder:
         record = {"time": round(time.time(), 3), "event": kind, "message": message, **fields}
         _append_record(self.path / "events.jsonl", record)
 
+    def tell_event(self, say: Callable[[str], None], kind: str, message: str, **fields: Any) -> None:
+        """Logs an event and says it."""
+        self.log_event(kind, message, **fields)
+        say(f"{kind}: {message}")
+
     def log_metrics(self, record: dict[str, Any]) -> None:
         _append_record(self.path / "metrics.jsonl", record)
 
     def metrics(self) -> Iterator[dict[str, Any]]:
         return _read_records(self.path / "metrics.jsonl")
+
+    def validation_losses(self) -> list[float]:
+        """Returns the validation losses of the run so far."""
+        return [float(record["validation"]["loss"]) for record in self.metrics() if "validation" in record]
 
     def events(self) -> Iterator[dict[str, Any]]:
         return _read_records(self.path / "events.jsonl")
@@ -220,7 +230,7 @@ def _make_next_folder(parent: Path) -> Path:
 # Job keys that --resume may change. All others define the run.
 RESUMABLE_KEYS = (
     "layout", "steps", "tokens", "compile", "tracker", "data.workers", "data.prefetch", "checkpoint.*", "validation.*",
-    "run.device", "run.processes", "run.cluster", "run.max_restarts", "run.hang_timeout", "run.standby",
+    "export.*", "run.device", "run.processes", "run.cluster", "run.max_restarts", "run.hang_timeout", "run.standby",
     "run.elastic", "run.rejoin_timeout", "run.join_timeout", "run.node_patience", "run.on_nan",
     "run.loss_spike_threshold", "run.checksum_every", "run.redundant_compute_every", "run.max_corruptions",
     "embedding_tables.sharding", "embedding_tables.cached_rows",
@@ -234,10 +244,8 @@ def check_same_run(old: Job, new: Job) -> None:
     before, after = _flatten(old), _flatten(new)
     changed = [key for key in before if before[key] != after.get(key) and not _matches(key, RESUMABLE_KEYS)]
     if changed:
-        raise JobError(
-            f"--resume continues the same run, but {', '.join(changed)} would change; it may change only "
-            f"{', '.join(RESUMABLE_KEYS)}. Start a new run to change other keys."
-        )
+        allowed = f"it may change only {', '.join(RESUMABLE_KEYS)}"
+        raise JobError(f"--resume continues the same run, but {', '.join(changed)} would change; {allowed}.")
 
 
 def defining_values(job: Job) -> dict[str, Any]:
@@ -251,15 +259,10 @@ def check_state(folder: RunFolder, job: Job, state: Mapping[str, Any]) -> None:
     step, saved, now = int(state["step"]), state.get("job", {}), defining_values(job)
     changed = [f"{key} = {now[key]!r} instead of {saved[key]!r}" for key in now if now[key] != saved.get(key, now[key])]
     if changed:
-        raise JobError(
-            f"{folder.path / 'job.toml'} is not the job that saved step {step} of this run: it has "
-            f"{', '.join(changed)}. Restore the file, or start a new run."
-        )
+        problem = f"{folder.path / 'job.toml'} is not the job that saved step {step} of this run"
+        raise JobError(f"{problem}: it has {', '.join(changed)}. Restore the file, or start a new run.")
     if step > job.total_steps:
-        raise JobError(
-            f"{folder.path} is at step {step} already, so it cannot end at step {job.total_steps}; set steps to "
-            f"{step} or more, or start a new run."
-        )
+        raise JobError(f"{folder.path} is at step {step} already; set steps to {step} or more, or start a new run.")
 
 
 def check_history(folder: RunFolder, job: Job) -> None:

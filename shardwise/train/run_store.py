@@ -95,10 +95,7 @@ class RunStore:
     def begin(self, job: str) -> None:
         """Begins a new run. Raises JobError if the store has one, StoreError if it cannot be written."""
         if self.remote.read("job.toml") is not None:
-            raise JobError(
-                f"run.folder = {self.url!r} already has a run; continue it with `shardwise train --resume {self.url}`, "
-                "or choose another folder."
-            )
+            raise JobError(f"run.folder = {self.url!r} already has a run; add --resume {self.url}, or choose another.")
         for path in self.folder.iterdir():  # of a run that has been removed from the store
             if path.name != LINK_FILE and not path.name.startswith("owner."):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -168,10 +165,7 @@ class RunStore:
         for _, path in () if is_mine else disk.list_checkpoints(self.checkpoints):
             disk.remove_checkpoint(path)  # the store may have another of this name
         if not self.fetch_newest(say) and self.saved:
-            raise CheckpointError(
-                f"{self.url} has no complete checkpoint, although {self.saved} was saved there; restore it, or start a "
-                "new run to train from step 0."
-            )
+            raise CheckpointError(f"{self.url} has no complete checkpoint, although {self.saved} existed; restore it.")
 
     def undone_mark(self, name: str) -> Path:
         """Returns a file that marks a checkpoint which the run has gone back behind: it may be corrupt."""
@@ -234,8 +228,7 @@ class RunStore:
         return complete
 
     def fetch_newest(self, say: Say, step: int | None = None) -> bool:
-        """Downloads the newest complete checkpoint, or that of `step`, unless the folder has it or a newer one. Returns
-        whether the folder has one then."""
+        """Downloads the newest complete checkpoint, or that of `step`, if it is new. Returns whether there is one."""
         local = [path.name for _, path in disk.valid_checkpoints(self.checkpoints)]
         for name, content in self.complete().items():
             if step is None and local and save_order(local[0]) >= save_order(name):

@@ -67,10 +67,8 @@ class RunUploader:
         while not (self._try(at_once=True) and self._is_complete()) and not self.store.taken_over_by:
             if time.monotonic() - begin > (patience if self.problem else 10 * patience):
                 url, why = self.store.url, self.problem or "files of other nodes have not arrived."
-                raise RunError(
-                    f"the run is in {self.store.folder}, but not all of it is in {url}: {why} Once the store works, "
-                    f"`shardwise train --resume {url}` on this machine copies the rest."
-                )
+                remedy = f"Once the store works, `shardwise train --resume {url}` on this machine copies the rest."
+                raise RunError(f"the run is in {self.store.folder}, but not all of it is in {url}: {why} {remedy}")
             time.sleep(POLL_SECONDS)
         if other := self.store.taken_over_by:
             raise RunError(f"{self.store.url} has been taken over by {other}, so this launcher has ended.")

@@ -1,19 +1,49 @@
-"""Validation: the loss on held-out samples in any layout, and the byte-frequency baseline to compare it with."""
+"""Validation: the loss on held-out samples in any layout."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from shardwise.comm.axis import Axis
 from shardwise.comm.collectives import all_reduce
+from shardwise.data.make_sources import make_sources
 from shardwise.data.sample_stream import Samples, SampleStream, Source, job_stream, rank_positions
 from shardwise.data.tokenizer import Tokenizer
+from shardwise.errors import DataError
 from shardwise.job import Job
 from shardwise.models.chain import IGNORE_INDEX
 from shardwise.models.resnet import ClassifierHead
 from shardwise.parallel.engine import Engine
+
+
+def open_validation_sets(job: Job, tokenizer: Path | None) -> dict[str, Source]:
+    """Returns the sources of `validation.sets` by name; `tokenizer`: the run's own, if it has one."""
+    sources = {}
+    for name, one in job.validation.sets.items():
+        files = {"source": one.source, "path": one.path} if one.source else {"source": "mix", "mix": {one.path: 1.0}}
+        data = job.data.model_copy(update={"path": "", "mix": {}, "validation_fraction": 0.0} | files)
+        try:
+            sources[name] = make_sources(job.model_copy(update={"data": data}), own_tokenizer=tokenizer)[0]
+        except DataError as error:
+            raise DataError(f"validation.sets.{name}: {error}") from None
+    return sources
+
+
+def validate_sets(
+    engine: Engine, job: Job, held_out: Source, sets: Mapping[str, Source], tokenizer: Tokenizer | None
+) -> dict[str, Any] | None:
+    """Returns the result for the held-out samples or, with sets, their mean loss by weight and the result for each."""
+    result = validate(engine, job, held_out, tokenizer)
+    if not sets:
+        return result
+    results = {name: validate(engine, job, source, tokenizer) or {} for name, source in sets.items()}
+    weights = {name: one.weight for name, one in job.validation.sets.items()}
+    mean = sum(weight * results[name]["loss"] for name, weight in weights.items()) / sum(weights.values())
+    return {"loss": mean, **results, **({} if result is None else {"held_out": result})}
 
 
 @torch.no_grad()
@@ -69,16 +99,12 @@ def _batches(stream: SampleStream, job: Job, data: Axis) -> Iterator[tuple[Sampl
         count = min(job.validation.samples, held_out)
         for number in range(-(-count // job.samples)):
             indices = rank_positions(number, job.samples, data.size, data.index)
-            yield _mask_beyond(stream.read(np.minimum(indices, held_out - 1)), indices, count), 1.0
+            samples, beyond = stream.read(np.minimum(indices, held_out - 1)), torch.from_numpy(indices >= count)
+            targets = samples.targets.masked_fill(beyond[:, None], IGNORE_INDEX)  # of those that pad the last batch
+            yield Samples(samples.tokens, targets, samples.ids), 1.0
     elif held_out >= job.samples:
         for number in range(min(max(1, job.validation.samples // job.samples), held_out // job.samples)):
             yield stream.read(rank_positions(number, job.samples, data.size, data.index)), 1.0
     else:
         for index in range(data.index, held_out + data.index, data.size):
             yield stream.read(np.full(size, min(index, held_out - 1))), float(index < held_out) / size
-
-
-def _mask_beyond(samples: Samples, indices: np.ndarray, count: int) -> Samples:
-    """Ignores the targets of samples at or beyond `count`, which pad the last batch."""
-    beyond = torch.from_numpy(indices >= count)
-    return Samples(samples.tokens, samples.targets.masked_fill(beyond[:, None], IGNORE_INDEX), samples.ids)

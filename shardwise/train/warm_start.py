@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 
 from shardwise.errors import CheckpointError
 from shardwise.job import Job
-from shardwise.models.chain import Chain, InitialValues
+from shardwise.models.chain import InitialValues
 from shardwise.models.config import split_step
-from shardwise.models.lora import AdaptedWeights
 from shardwise.object_store import parse_url
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.prepare import Prepared
@@ -76,12 +75,6 @@ class StoredWeight:
         return out
 
 
-def use_run_weights(job: Job, model: Chain) -> None:
-    """If the model trains adapters beside the weights of a run, these are its initial values."""
-    if isinstance(model.initial, AdaptedWeights):
-        model.initial.base = run_weights(job) or model.initial.base
-
-
 def run_weights(job: Job) -> RunWeights | None:
     """Returns the weights of the run that a job starts from, if it starts from a run."""
     start = _parse(job)
@@ -124,15 +117,12 @@ def _grown_rows(job: Job, path: Path, index: Index, shapes: dict[str, torch.Size
         if old == new:
             continue
         if not old or old[1:] != new[1:] or old[0] > new[0] or new[0] not in growing:
-            raise CheckpointError(
-                f"model.weights: for {name}, {path} has {old or 'nothing'}, but this model needs {new}; only the "
-                "vocabulary and a table of positions may grow."
-            )
+            problem = f"model.weights: for {name}, {path} has {old or 'nothing'}, but this model needs {new}"
+            raise CheckpointError(f"{problem}; only the vocabulary and a table of positions may grow.")
         grown[name] = old[0]
     return grown
 
 
-@torch.no_grad()
 def load_start(job: Job, engine: Engine, optimizer: Optimizer, group: CheckpointGroup) -> None:
     """Loads the weights that the job starts from into this rank's shards, if it starts from a run."""
     start = _parse(job)
@@ -140,13 +130,19 @@ def load_start(job: Job, engine: Engine, optimizer: Optimizer, group: Checkpoint
         return
     choice = find_newest_valid(RunFolder.open(start[0]).checkpoints, group, start[1])
     assert choice.path is not None, "the launcher found it"
-    index, pieces = read_index(choice.path), Pieces()
+    load_into(choice.path, engine, optimizer, group)
+
+
+@torch.no_grad()
+def load_into(checkpoint: Path, engine: Engine, optimizer: Optimizer, group: CheckpointGroup) -> None:
+    """Loads the weights and buffers of a checkpoint into this rank's shards."""
+    index, pieces = read_index(checkpoint), Pieces()
     for name, piece in collect_pieces(engine, optimizer).items():
         if name in index and name.startswith(("weights.", "buffers.")):
             shape, tensor = index[name]["shape"], piece.tensor
             if shape != list(piece.shape):
                 tensor = tensor[: max(0, shape[0] - piece.offsets[0])]
             pieces[name] = CheckpointPiece(tensor, piece.offsets, torch.Size(shape))
-    read_pieces(choice.path, index, pieces, group)
+    read_pieces(checkpoint, index, pieces, group)
     share_tied_weights(engine)
     engine.data.sync_weights()

@@ -45,20 +45,16 @@ def compare_with_transformers(job: Job, samples: int = 2) -> TransformersCompari
     require_memory(job, 40)  # bytes per parameter: two models and their gradients in float64
     reference = job.family.reference(job.model)
     if reference is None:
-        raise JobError(
-            f"model.name = {job.model.name!r}: transformers has no module for {job.model.description} of this shape, "
-            "or it is not installed; decoders in the form of Llama or GPT-2 have one."
-        )
+        which = f"{job.model.description} of this shape, or it is not installed"
+        raise JobError(f"transformers has no module for {which}; decoders in the form of Llama or GPT-2 have one.")
     ours = job.family.build(job.model, job.seed).double().eval()
     init_weights(ours, job.seed)
     generator = torch.Generator().manual_seed(job.seed)
     with torch.no_grad():
         for weight in ours.parameters():  # biases and norms too, which start at 0 and 1
             weight.add_(0.05 * torch.randn(weight.shape, dtype=weight.dtype, generator=generator))
-    weights = {name: weight.detach() for name, weight in ours.named_unique_parameters()}
-    named = dict(reference.named_parameters())
-    with torch.no_grad():
-        for name, value in _in_module(job, reference, weights).items():
+        named = dict(reference.named_parameters())
+        for name, value in _in_module(job, reference, dict(ours.named_unique_parameters())).items():
             named[name].copy_(value)
     tokens = torch.randint(0, job.model.vocab_size, (samples, job.model.sequence_length), generator=generator)
     logits = ours(tokens, ids=torch.arange(samples))

@@ -130,10 +130,8 @@ def prove(prepared: Prepared, say: Callable[[str], None]) -> None:
         return
     (result,) = verify(job, [layout], steps=2)
     if not result.ok:
-        raise JobError(
-            f"{result.describe()} The run was not started, because it would not train the model that was given. Check "
-            "the plan and the module named, use another layout, or skip this proof (--no-proof, fit(proof=False))."
-        )
+        remedy = "check the plan and the module named, use another layout, or skip the proof (--no-proof, proof=False)"
+        raise JobError(f"{result.describe()} The run was not started, since it would train another model; {remedy}.")
     say(f"proof:  layout '{layout}' equals one process: gradients to {result.grad:.0e}, weights to {result.weight:.0e}")
     with suppress(OSError):  # it is proven again next time
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,5 +155,5 @@ def _fingerprint(prepared: Prepared, job: Job, layout: Layout) -> str:
             files.add(inspect.getfile(code))
     sources = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in sorted(files) if os.path.isfile(file)]
     versions = (shardwise.__version__, torch.__version__)
-    parts = (sources, repr(prepared.sharding_plan), str(layout), job.model.model_dump_json(), versions)
+    parts = (sources, repr(prepared.model.sharding_plan), str(layout), job.model.model_dump_json(), versions)
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]

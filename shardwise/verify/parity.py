@@ -1,17 +1,15 @@
 """Checks that a layout computes what a single process computes: runs both and compares all tensors.
 
 The error of a tensor is |a - b| / max(|b|, `NORM_FLOOR` x RMS of all tensors' norms), with Frobenius norms; the floor
-prevents false alarms for gradients that are mathematically zero. Quantities are compared in the order in which a step
-computes them: the output of each compared module (as a fingerprint per sample and position; not with `compile`), the
-loss, every gradient, the gradient norm, every weight after the update. The first difference is reported; gradients are
-in backward order, from the head down. An output that no rank computed is a difference too.
-
+prevents false alarms for gradients that are mathematically zero. The first difference in the order of a step
+(`QUANTITIES`) is reported: outputs of the compared modules are fingerprints per sample and position (none with
+`compile`), and one that no rank computed is a difference too; gradients are in backward order, from the head down.
 Every rank compares its own shards with the same shards of the reference, so replicas that diverge are found.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -23,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.cluster import CLUSTERS
-from shardwise.comm.objects import all_gather_json
+from shardwise.comm.collectives import all_gather_json
 from shardwise.comm.world import run_world
 from shardwise.data.make_sources import synthetic_source
 from shardwise.data.sample_stream import Samples, SampleStream, Subset, job_stream, rank_positions
@@ -117,10 +115,8 @@ def verify(
             record = run_world(_compare_layout, layout.world, job, layout, reference, steps)[0]
         except RunError as error:
             record = VerifyResult(str(layout), ok=False, failure=_shorten_error(error))
-        if record.first_difference is not None:
-            record = replace(
-                record, hint=job.family.explain_difference(job.model, layout, record.first_difference.kind)
-            )
+        if (first := record.first_difference) is not None:
+            record = replace(record, hint=job.family.explain_difference(job.model, layout, first.kind))
         records.append(record)
         report(record)
     return records
@@ -163,16 +159,13 @@ def make_stream(job: Job) -> SampleStream:
     return job_stream(job, source if has_one_target else IgnoredTargetsSource(source, 0, len(source)))
 
 
-def _learning_rates(job: Job, steps: int) -> list[float]:
-    return [job_learning_rate(job, number, steps) for number in range(steps)]
-
-
 def _run_reference(
     job: Job, steps: int, layout: Layout | None = None, emulate: Emulation | None = None
 ) -> list[dict[str, Any]]:
     """Runs the single-process reference; with a layout, it emulates that layout's local SGD."""
     record = partial(record_outputs, meta_model(job.model, job.seed).sharding_plan.compared_modules)
-    arguments = job, make_stream(job), _learning_rates(job, steps), record, Precision(job.precision).master_dtype
+    learning_rates = [job_learning_rate(job, number, steps) for number in range(steps)]
+    arguments = job, make_stream(job), learning_rates, record, Precision(job.precision).master_dtype
     if layout is not None and job.local_sgd.every > 1:
         by_replica = run_local_sgd_reference(layout.replicate, arguments)
         records = [{"replicas": list(replicas)} for replicas in zip(*by_replica, strict=True)]
@@ -197,9 +190,7 @@ def record_outputs(patterns: Sequence[str], model: nn.Module, outputs: dict[str,
 def _make_output_hook(name: str, outputs: dict[str, list[Tensor]]) -> Any:
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         output = output[0] if isinstance(output, tuple | list) else output
-        if not isinstance(output, Tensor):
-            return
-        if torch._C._current_graph_task_id() == -1:  # not during recomputation in the backward
+        if isinstance(output, Tensor) and torch._C._current_graph_task_id() == -1:  # not recomputed in the backward
             outputs.setdefault(name, []).append(output.detach())
 
     return hook
@@ -217,148 +208,138 @@ def output_fingerprint(batches: list[Tensor]) -> Tensor:
 
 
 class Comparison:
-    """Collects the errors of one rank; `result` combines those of all ranks."""
+    """Collects the errors of one rank, step by step; `result` combines those of all ranks."""
 
-    def __init__(self, precision: str):
-        self.tolerance, self.floor = TOLERANCE[precision], NORM_FLOOR[precision]
+    def __init__(self, job: Job, engine: Engine):
+        self.engine, self.step = engine, 0
+        self.tolerance, self.floor = TOLERANCE[job.precision], NORM_FLOOR[job.precision]
+        self.tables = [table.name for table in job.family.tables(job.model)]
+        """Tensors that are spread over the data axis, and of which a rank may have no shard."""
         self.max_errors = dict.fromkeys(QUANTITIES, 0.0)
         self.noise: set[str] = set()  # parameters whose gradient was rounding noise in some step
-        self.differences: list[tuple[tuple[int, int, int], Difference]] = []
+        self.differences: list[tuple[int, int, int, str, float]] = []  # step, quantity, order in it, name, error
 
-    def add(self, step_index: int, kind: str, order: int, name: str, error: float) -> None:
+    def add(self, kind: str, order: int, name: str, error: float) -> None:
         error = math.inf if math.isnan(error) else error
         self.max_errors[kind] = max(self.max_errors[kind], error)
         if error > self.tolerance:
-            difference = Difference(step_index, kind, name, error)
-            self.differences.append(((step_index, QUANTITIES.index(kind), order), difference))
+            self.differences.append((self.step, QUANTITIES.index(kind), order, name, error))
 
     def result(self, layout: Layout) -> VerifyResult:
-        first_local = min(self.differences, key=lambda item: item[0], default=None)
-        gathered = all_gather_json((self.max_errors, first_local and (first_local[0], astuple(first_local[1]))))
+        gathered = all_gather_json((self.max_errors, min(self.differences, default=None)))
         max_errors = {kind: max(errors[kind] for errors, _ in gathered) for kind in QUANTITIES}
-        first = min((item for _, item in gathered if item is not None), key=lambda item: item[0], default=None)
+        first = min((item for _, item in gathered if item is not None), default=None)
         return VerifyResult(
             layout=str(layout), ok=first is None, loss=max_errors["loss"], grad_norm=max_errors["grad_norm"],
-            grad=max_errors["gradient"], weight=max_errors["weight"], first_difference=first and Difference(*first[1]),
+            grad=max_errors["gradient"], weight=max_errors["weight"],
+            first_difference=first and Difference(first[0], QUANTITIES[first[1]], *first[3:]),
         )  # fmt: skip
+
+    def add_outputs(self, outputs: dict[str, list[Tensor]], expected: dict[str, Tensor]) -> None:
+        mesh, positions = self.engine.mesh, self.engine.positions
+        recorded = set().union(*all_gather_json(sorted(outputs)))
+        for order, (name, full) in enumerate(expected.items()):
+            if name not in recorded:
+                self.add("output", order, name, math.inf)
+            elif name in outputs and (positions is None or full.dim() > 1):  # flattened samples have no positions
+                chunk = full.narrow(0, *mesh["data"].span(full.shape[0]))
+                chunk = chunk if positions is None else chunk[:, positions]
+                if self.engine.chains[0].sharding_plan.splits_sequence and mesh["tensor"].size > 1:
+                    chunk = chunk.narrow(1, *mesh["tensor"].span(chunk.shape[1]))
+                found, floor = output_fingerprint(outputs[name]), self.floor * float(full.norm())
+                error = relative_error(found, chunk, floor) if found.shape == chunk.shape else math.inf
+                self.add("output", order, name, error)
+
+    def add_shards(self, kind: str, values: list[Tensor], expected: dict[str, Tensor]) -> None:
+        """Compares one value per parameter shard. The errors of all shards of a tensor add up to one error, and so do
+        their sizes."""
+        mesh, shards = self.engine.mesh, self.engine.param_shards
+        rms_norm, order = _rms_norm_and_order(expected)
+        squared_errors, sizes = torch.zeros(2, len(expected), dtype=torch.float64)
+        infinite = torch.tensor(math.inf, dtype=torch.float64)
+        for shard, value in zip(shards, values, strict=True):
+            start, size = shard.offset_and_shape
+            expected_shard = expected[shard.name][tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
+            place = order[shard.name]
+            has_shape = value.shape == expected_shard.shape
+            squared_error = (value - expected_shard).square().sum().double() if has_shape else infinite
+            # A rank may have both copies of a tied weight; `maximum` keeps a NaN.
+            squared_errors[place], sizes[place] = torch.maximum(squared_errors[place], squared_error), value.numel()
+        tensor_sharded = {p.name for p in shards if p.tensor_dim is not None}
+        fsdp_sharded = {p.name for p in shards if any(axis is not mesh["tensor"] for _, axis in p.sharded_dims)}
+        for axis, names in (("tensor", tensor_sharded), ("fsdp_context", fsdp_sharded), ("data", set(self.tables))):
+            if mesh[axis].size > 1:
+                sums = torch.stack((squared_errors, sizes))
+                dist.all_reduce(sums, group=mesh[axis].group)
+                is_sharded = torch.tensor([name in names for name in order])
+                squared_errors, sizes = torch.where(is_sharded, sums, torch.stack((squared_errors, sizes)))
+        for name in dict.fromkeys([*(shard.name for shard in shards), *self.tables]):
+            norm = float(expected[name].norm())
+            floor = NOISE_FLOOR if kind == "weight" and name in self.noise else self.floor
+            error = math.sqrt(squared_errors[order[name]]) / max(norm, floor * rms_norm)
+            is_complete = sizes[order[name]] == expected[name].numel()
+            self.add(kind, order[name], name, error if is_complete else math.inf)
+            if kind == "gradient" and norm < NOISE_NORM * rms_norm:
+                self.noise.add(name)
+
+    def add_full_weights(self, expected: dict[str, Tensor]) -> None:
+        """Compares the full weights that ranks keep beside their shards (ZeRO 1): the update must reach them too."""
+        if self.engine.mesh["fsdp_context"].size == 1:
+            return  # the shards are the weights
+        rms_norm, order = _rms_norm_and_order(expected)
+        shards = {shard.name: shard for shard in self.engine.param_shards}
+        for name, weight in (pair for chain in self.engine.chains for pair in chain.named_unique_parameters()):
+            if not isinstance(weight, DTensor) and weight.requires_grad:
+                chunk = expected[name]
+                fsdp = self.engine.mesh["expert_replicas" if shards[name].is_expert else "fsdp"]
+                for dim, axis in shards[name].sharded_dims:
+                    chunk = chunk if axis is fsdp else chunk.narrow(dim, *axis.span(chunk.shape[dim]))
+                floor = NOISE_FLOOR if name in self.noise else self.floor
+                self.add("weight", order[name], name, relative_error(weight.detach(), chunk, floor * rms_norm))
 
 
 def relative_error(value: Tensor, expected: Tensor, floor: float = 0.0) -> float:
     return float((value - expected).norm() / expected.norm().clamp(min=floor))
 
 
+def _rms_norm_and_order(expected: dict[str, Tensor]) -> tuple[float, dict[str, int]]:
+    """Returns the RMS norm of the tensors, and the index of each in backward order."""
+    norms = torch.stack([tensor.norm() for tensor in expected.values()])
+    return float(norms.square().mean().sqrt()), {name: index for index, name in enumerate(reversed(expected))}
+
+
 def _compare_layout(job: Job, layout: Layout, reference: list[dict[str, Any]], steps: int) -> VerifyResult:
     order = auto_schedule_order(job, layout, CLUSTERS["cpu"])
     engine = parallelize(prepare(job, layout), torch.device("cpu"), order=order)
     optimizer = engine.make_optimizer(job)
-    tables = [table.name for table in job.family.tables(job.model)]
     stream = make_stream(job)
     engine.begin_stream(job, stream)
-    comparison = Comparison(job.precision)
+    comparison = Comparison(job, engine)
     record = partial(record_outputs, engine.chains[0].sharding_plan.compared_modules)
-    for step_index, lr in enumerate(_learning_rates(job, steps)):
-        expected = reference[step_index]
+    for number, expected in enumerate(reference):
+        comparison.step = number
         if engine.outer_optimizer is not None:
             expected = expected["replicas"][engine.mesh["local_sgd"].index]
-        samples = stream.read(rank_positions(step_index, job.samples, layout.data, engine.mesh["loader"].index))
-        set_learning_rate(optimizer, lr)
-        engine.data.compression_paused = step_index < job.gradient.uncompressed_steps(steps)
+        samples = stream.read(rank_positions(number, job.samples, layout.data, engine.mesh["loader"].index))
+        set_learning_rate(optimizer, job_learning_rate(job, number, steps))
+        engine.data.compression_paused = number < job.gradient.uncompressed_steps(steps)
         outputs: dict[str, list[Tensor]] = {}
         # torch.compile would trace the hooks: blocks would recompile in each step and differ from those in training.
         handles = [] if job.compile is True else [hook for chain in engine.chains for hook in record(chain, outputs)]
 
         def observe(outcome: StepResult) -> None:
             if job.compile is not True:
-                _compare_outputs(comparison, step_index, engine, outputs, expected["outputs"])
-            comparison.add(step_index, "loss", 0, "loss", relative_error(outcome.loss, expected["loss"]))
-            comparison.add(step_index, "grad_norm", 0, "grad_norm", relative_error(outcome.grad_norm, expected["norm"]))
+                comparison.add_outputs(outputs, expected["outputs"])
+            comparison.add("loss", 0, "loss", relative_error(outcome.loss, expected["loss"]))
+            comparison.add("grad_norm", 0, "grad_norm", relative_error(outcome.grad_norm, expected["norm"]))
             gradients = [p.full_grad.to(engine.scale.value.dtype) / engine.scale.value for p in engine.param_shards]
-            _compare_shards(comparison, step_index, "gradient", engine, gradients, expected["gradients"], tables)
+            comparison.add_shards("gradient", gradients, expected["gradients"])
 
         step(engine, optimizer, samples, job.optimizer.clip, observe)
         if engine.outer_optimizer is not None:
-            engine.outer_optimizer.after_step(step_index + 1, steps)
+            engine.outer_optimizer.after_step(number + 1, steps)
         for handle in handles:
             handle.remove()
-        weights = [param_shard.tensor.detach() for param_shard in engine.param_shards]
-        _compare_shards(comparison, step_index, "weight", engine, weights, expected["weights"], tables)
-        _compare_full_weights(comparison, step_index, engine, expected["weights"])
+        comparison.add_shards("weight", [shard.tensor.detach() for shard in engine.param_shards], expected["weights"])
+        comparison.add_full_weights(expected["weights"])
     return comparison.result(layout)
-
-
-def _compare_outputs(
-    comparison: Comparison, step_index: int, engine: Engine, outputs: dict[str, list[Tensor]],
-    expected: dict[str, Tensor],
-) -> None:  # fmt: skip
-    recorded = set().union(*all_gather_json(sorted(outputs)))
-    for order, (name, full) in enumerate(expected.items()):
-        if name not in recorded:
-            comparison.add(step_index, "output", order, name, math.inf)
-        elif name in outputs and (engine.positions is None or full.dim() > 1):  # flattened samples have no positions
-            chunk = full.narrow(0, *engine.mesh["data"].span(full.shape[0]))
-            chunk = chunk if engine.positions is None else chunk[:, engine.positions]
-            if engine.chains[0].sharding_plan.splits_sequence and engine.mesh["tensor"].size > 1:
-                chunk = chunk.narrow(1, *engine.mesh["tensor"].span(chunk.shape[1]))
-            floor = comparison.floor * float(full.norm())
-            found = output_fingerprint(outputs[name])
-            error = relative_error(found, chunk, floor) if found.shape == chunk.shape else math.inf
-            comparison.add(step_index, "output", order, name, error)
-
-
-def _compare_shards(
-    comparison: Comparison, step_index: int, kind: str, engine: Engine, values: list[Tensor],
-    expected: dict[str, Tensor], tables: list[str],
-) -> None:  # fmt: skip
-    """Compares one value per parameter shard. The errors of all shards of a tensor add up to one error, and so do their
-    sizes. `tables` are spread over the data axis, and a rank may have no shard of one."""
-    mesh, shards = engine.mesh, engine.param_shards
-    rms_norm, order = _rms_norm_and_order(expected)
-    squared_errors, sizes = torch.zeros(2, len(expected), dtype=torch.float64)
-    infinite = torch.tensor(math.inf, dtype=torch.float64)
-    for param_shard, value in zip(shards, values, strict=True):
-        start, size = param_shard.offset_and_shape
-        expected_shard = expected[param_shard.name][tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
-        place = order[param_shard.name]
-        has_shape = value.shape == expected_shard.shape
-        squared_error = (value - expected_shard).square().sum().double() if has_shape else infinite
-        # A rank may have both copies of a tied weight; `maximum` keeps a NaN.
-        squared_errors[place], sizes[place] = torch.maximum(squared_errors[place], squared_error), value.numel()
-    tensor_sharded = {p.name for p in shards if p.tensor_dim is not None}
-    fsdp_sharded = {p.name for p in shards if any(axis is not mesh["tensor"] for _, axis in p.sharded_dims)}
-    for axis, names in (("tensor", tensor_sharded), ("fsdp_context", fsdp_sharded), ("data", set(tables))):
-        if mesh[axis].size > 1:
-            sums = torch.stack((squared_errors, sizes))
-            dist.all_reduce(sums, group=mesh[axis].group)
-            is_sharded = torch.tensor([name in names for name in order])
-            squared_errors, sizes = torch.where(is_sharded, sums, torch.stack((squared_errors, sizes)))
-    for name in dict.fromkeys([*(param_shard.name for param_shard in shards), *tables]):
-        norm = float(expected[name].norm())
-        floor = NOISE_FLOOR if kind == "weight" and name in comparison.noise else comparison.floor
-        error = math.sqrt(squared_errors[order[name]]) / max(norm, floor * rms_norm)
-        is_complete = sizes[order[name]] == expected[name].numel()
-        comparison.add(step_index, kind, order[name], name, error if is_complete else math.inf)
-        if kind == "gradient" and norm < NOISE_NORM * rms_norm:
-            comparison.noise.add(name)
-
-
-def _compare_full_weights(comparison: Comparison, step_index: int, engine: Engine, expected: dict[str, Tensor]) -> None:
-    """Compares the full weights that ranks keep beside their shards (ZeRO 1): the update must reach them too."""
-    if engine.mesh["fsdp_context"].size == 1:
-        return  # the shards are the weights
-    rms_norm, order = _rms_norm_and_order(expected)
-    shards = {param_shard.name: param_shard for param_shard in engine.param_shards}
-    for chain in engine.chains:
-        for name, weight in chain.named_unique_parameters():
-            if not isinstance(weight, DTensor) and weight.requires_grad:
-                chunk, fsdp = expected[name], engine.mesh["expert_replicas" if shards[name].is_expert else "fsdp"]
-                for dim, axis in shards[name].sharded_dims:
-                    chunk = chunk if axis is fsdp else chunk.narrow(dim, *axis.span(chunk.shape[dim]))
-                floor = NOISE_FLOOR if name in comparison.noise else comparison.floor
-                error = relative_error(weight.detach(), chunk, floor * rms_norm)
-                comparison.add(step_index, "weight", order[name], name, error)
-
-
-def _rms_norm_and_order(expected: dict[str, Tensor]) -> tuple[float, dict[str, int]]:
-    """Returns the RMS norm of the tensors, and the index of each in backward order."""
-    norms = torch.stack([tensor.norm() for tensor in expected.values()])
-    return float(norms.square().mean().sqrt()), {name: index for index, name in enumerate(reversed(expected))}

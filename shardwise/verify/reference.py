@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardwise.data.criteo import ClickBatch
 from shardwise.data.sample_stream import Samples, SampleStream
 from shardwise.job import Job
-from shardwise.models.chain import IGNORE_INDEX, init_weights
+from shardwise.models.chain import IGNORE_INDEX
 from shardwise.models.moe import MoE
 from shardwise.random import hash_key, normal_
 
@@ -32,7 +32,6 @@ def run_steps(
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:  # fmt: skip
     """Yields, per step, a record and the live weights. The record has the loss, the gradient norm, the gradients before
     clipping and the weights after the update.
-
     `replicas_and_index`: into how many equal parts each batch is split, and which of them to train on.
     `make_gradient_hook`: for tests, returns a function of the model that changes the gradients of each step."""
     model = job.family.build_reference(job.model, job.seed, dtype)
@@ -97,8 +96,7 @@ def run_local_sgd_reference(count: int, arguments: Any) -> list[list[dict[str, A
     job, stream, learning_rates, record, dtype = arguments
     runs = [run_steps(job, stream, learning_rates, record, dtype, (count, n)) for n in range(count)]
     records: list[list[dict[str, Any]]] = [[] for _ in runs]
-    model = job.family.build(job.model, job.seed).to(dtype)
-    init_weights(model, job.seed)
+    model = job.family.build_reference(job.model, job.seed, dtype)
     anchors: dict[str, Any] = {name: weight.detach() for name, weight in model.named_parameters()}
     momentum_buffers: dict[str, Any] = {}
     local_sgd = job.local_sgd

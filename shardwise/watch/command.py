@@ -8,7 +8,7 @@ from rich.console import Console
 from typer import Argument, Option
 
 from shardwise.console import print_line
-from shardwise.files import malformed_as_data_error
+from shardwise.files import malformed_as_data_error, require_parent_folder, write_text
 
 RunArgument = Annotated[Path, Argument(help="Run folder.")]
 
@@ -41,12 +41,13 @@ def compare(
 ) -> None:
     """Compares runs: job differences, loss over samples and over time, throughput."""
     from shardwise.watch import compare
-    from shardwise.watch.report_page import write_page
+    from shardwise.watch.report_page import render_page
 
     with malformed_as_data_error(*runs):
         comparison = compare.compare(runs)
         if html is not None:
-            write_page(comparison, "Runs compared", html)
+            require_parent_folder(html)
+            write_text(html, render_page(comparison, "Runs compared"))
         if as_json:
             print_line(json.dumps(comparison))
         else:

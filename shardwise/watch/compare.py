@@ -51,12 +51,10 @@ def _format_number(value: Any, form: str) -> str:
 
 def _curves(run: RunData) -> dict[str, Any]:
     starts = bin_starts(len(run.steps), MAX_POINTS)
-    if not len(starts):
-        return {"samples": [], "hours": [], "loss": [], "tokens_per_s": []}
     time = run.column("time")
     return {
         "samples": to_json_list(run.column("samples")[starts], 9),
-        "hours": to_json_list((time[starts] - time[0]) / 3600, 7),
+        "hours": to_json_list((time[starts] - time[:1]) / 3600, 7),
         "loss": to_json_list(bin_means(run.column("loss"), starts)),
         "tokens_per_s": to_json_list(bin_means(run.column("tokens_per_s"), starts)),
     }
@@ -71,7 +69,6 @@ def differences(runs: list[RunData]) -> list[list[str]]:
 
 
 def tables(comparison: dict[str, Any]) -> list[Table]:
-    """Returns the terminal tables, with one column per run."""
     names = [escape(run["name"]) for run in comparison["runs"]]
     overview = Table("", *names, title="runs compared")
     for index, header in enumerate(HEADERS[1:], start=1):

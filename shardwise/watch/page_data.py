@@ -101,7 +101,8 @@ def _stack_lines(run: RunData) -> np.ndarray:
 
 def time_breakdown(run: RunData) -> dict[str, Any]:
     """Returns seconds per step by category, averaged over ranks, over the run."""
-    breakdown = _stack_lines(run).mean(2) if run.category_seconds else np.zeros((0, len(TIME_CATEGORIES)))
+    lines = _stack_lines(run)
+    breakdown = lines.sum(2) / max(1, lines.shape[2])
     starts = run.line_bins(MAX_POINTS // 2)
     shown = _visible_categories(breakdown.T)
     return {
@@ -161,18 +162,13 @@ def heatmap(run: RunData) -> dict[str, Any]:
 
 def memory_table(run: RunData) -> dict[str, Any]:
     """Returns peak GiB per rank, by kind where it was counted, and the prediction of its pipeline rank."""
-    prediction = run.plan.get("predicted", {})
-    layout = run.layout
-    predicted_gib = prediction.get("memory_gib", [])
-    peak = run.memory.get("peak", [])
-    ranks_per_stage = layout.world // layout.pipeline if layout is not None else 1
-    rows = []
-    for rank in bin_starts(len(peak), HEATMAP_ROWS).tolist():
-        kinds = [name for name in rank_metrics.MEMORY_KINDS if name in run.memory]
-        known: dict[str, float] = {name: run.memory[name][rank] for name in kinds}
-        other = max(0.0, peak[rank] - sum(known.values()))
+    prediction, layout = run.plan.get("predicted", {}), run.layout
+    predicted_gib, rows = prediction.get("memory_gib", []), []
+    for rank in bin_starts(len(run.memory.get("peak", [])), HEATMAP_ROWS).tolist():
+        known: dict[str, float] = {name: values[rank] for name, values in run.memory.items()}
+        other = max(0.0, known.pop("peak") - sum(known.values()))
         row: dict[str, Any] = {"rank": rank, **known, "activations and other": other}
-        stage = rank // ranks_per_stage
+        stage = rank // (layout.world // layout.pipeline if layout is not None else 1)
         if stage < len(predicted_gib):
             row["predicted"] = sum(value for key, value in predicted_gib[stage].items() if key != "pipeline_rank")
         rows.append(row)
@@ -265,10 +261,9 @@ def pipeline_data(run: RunData) -> dict[str, Any] | None:
     data: dict[str, Any] = {"ranks": layout.pipeline, "schedule": layout.schedule, "micro_batches": micro_batches}
     with suppress(KeyError, ValueError, TypeError, LayoutError):  # no valid prediction
         simulation = _simulate_plan(run.plan, layout)
-        timeline = simulation.timeline[:MAX_ACTIONS]
-        actions = [[*event, round(start, 6), round(end, 6)] for *event, start, end in timeline]
-        bubble = statistics.mean(simulation.bubble)
-        data["predicted"] = {"seconds": simulation.seconds, "bubble": bubble, "actions": actions}
+        actions = [[*event, round(start, 6), round(end, 6)] for *event, start, end in simulation.timeline]
+        bubble = _bubble(simulation.timeline, layout.pipeline)
+        data["predicted"] = {"seconds": simulation.seconds, "bubble": bubble, "actions": actions[:MAX_ACTIONS]}
     if measured := _measured_steps(run, layout):
         step = max(measured)
         begin = min(action[4] for action in measured[step])

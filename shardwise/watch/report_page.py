@@ -16,7 +16,7 @@ from urllib.parse import quote
 import numpy as np
 
 from shardwise.console import align_columns
-from shardwise.files import require_parent_folder, write_text
+from shardwise.files import write_text
 from shardwise.watch.page_data import category_label, page_data, seconds_by_rank, summary_sentences
 from shardwise.watch.run_data import TIME_CATEGORIES, RunData, goodput
 
@@ -38,7 +38,6 @@ def render_page(payload: dict[str, Any], title: str, live_url: str = "") -> str:
 
 
 def render_run_list(runs: list[dict[str, Any]]) -> str:
-    """Returns the HTML page that lists all runs."""
     columns = ("run", "status", "layout", "step", "loss")
     header = "".join(f'<th scope="col">{column}</th>' for column in columns)
     rows = ""
@@ -60,11 +59,6 @@ def write_report(folder: Path) -> Path:
     path = run.path / "report.html"
     write_text(path, render_page(page_data(run), f"{run.name}: {run.status}"))
     return path
-
-
-def write_page(payload: dict[str, Any], title: str, path: Path) -> None:
-    require_parent_folder(path)
-    write_text(path, render_page(payload, title))
 
 
 def _read_asset(name: str) -> str:
@@ -94,13 +88,9 @@ def time_table(run: RunData) -> list[str]:
     headers = ["rank", *(category_label(*TIME_CATEGORIES[index]) for index in shown), "GiB"]
     memory = run.memory.get("peak", [])
     rows = [headers]
-    for rank in _select_ranks(times[shown[0]]):
+    order = np.argsort(times[shown[0]], kind="stable").tolist()  # by compute
+    chosen = [order[0], order[len(order) // 2], *order[-3:]] if len(order) > MAX_RANKS else sorted(order)
+    for rank in chosen:
         gib = f"{memory[rank]:.2f}" if rank < len(memory) else ""
         rows.append([str(rank), *(f"{value:.1f}" for value in times[shown, rank]), gib])
     return ["step time breakdown, ms:", *(f"  {line}" for line in align_columns(rows))]
-
-
-def _select_ranks(times: np.ndarray) -> list[int]:
-    """Returns the ranks to show, chosen by their times in the first category, compute."""
-    order = np.argsort(times, kind="stable").tolist()
-    return [order[0], order[len(order) // 2], *order[-3:]] if len(order) > MAX_RANKS else sorted(order)

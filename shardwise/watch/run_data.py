@@ -40,6 +40,7 @@ class JsonLinesReader:
         self.path, self.on_reset, self.on_record = path, on_reset, on_record
         self.offset, self.version = 0, (0, 0, 0)
         """Bytes read; and inode, size and time of the last read: an unchanged file is not opened."""
+        on_reset()
 
     def read(self) -> None:
         try:
@@ -71,11 +72,8 @@ class RunData:
         path = fetch_run(path)
         if not (path / "job.toml").is_file():
             raise JobError(f"{path} is not a run folder: it has no job.toml.")
-        self.path, self.config_version = path, ""
+        self.path, self.config_version, self.plan = path, "", JsonObject()
         self._load_config()
-        self._reset_metrics()
-        self._reset_ranks()
-        self._reset_events()
         self.logs = [
             JsonLinesReader(path / "metrics.jsonl", self._reset_metrics, self._add_metrics),
             JsonLinesReader(path / "ranks.jsonl", self._reset_ranks, self._add_rank_line),
@@ -103,8 +101,10 @@ class RunData:
         files = [self.path / name for name in ("job.toml", "plan.toml")]
         config_version = "-".join(str(file.stat().st_mtime_ns) for file in files if file.is_file())
         if config_version != self.config_version:
-            self.job, self.plan = load_job(self.path / "job.toml"), read_plan(self.path)
-            self.config_version = config_version
+            self.job, self.plan, self.config_version = load_job(files[0]), {}, config_version
+            with suppress(OSError, ValueError):
+                plan = parse_toml(files[1].read_text(encoding="utf-8")).items()
+                self.plan = {key: value for key, value in plan if isinstance(value, PLAN_TYPES.get(key, object))}
 
     def read(self) -> None:
         if self._given != self.path and time.monotonic() > self._next_fetch:
@@ -114,8 +114,6 @@ class RunData:
         self._load_config()
         for log in self.logs:
             log.read()
-
-    # Steps
 
     def _reset_metrics(self) -> None:
         self.steps = array("q")
@@ -137,8 +135,6 @@ class RunData:
 
     def column(self, name: str) -> np.ndarray:
         return np.frombuffer(self.columns[name], dtype=np.float64) if self.steps else np.zeros(0)
-
-    # Ranks
 
     def _reset_ranks(self) -> None:
         self.world = int(self.plan.get("world", 0))
@@ -183,8 +179,6 @@ class RunData:
                 JsonLinesReader(file, lambda: None, partial(add, int(rank))).read()
         return dict(sorted(timelines.items()))
 
-    # Events
-
     def _reset_events(self) -> None:
         self.events: list[JsonObject] = []
 
@@ -214,14 +208,6 @@ def is_running(path: Path) -> bool:
 
 def to_float(value: object) -> float:
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
-
-
-def read_plan(path: Path) -> JsonObject:
-    try:
-        plan = parse_toml((path / "plan.toml").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return {key: value for key, value in plan.items() if isinstance(value, PLAN_TYPES.get(key, object))}
 
 
 def bin_starts(count: int, max_bins: int) -> np.ndarray:
@@ -264,10 +250,9 @@ class Goodput:
 def goodput(run: RunData) -> Goodput:
     """Returns the time of productive steps over the wall time, and the lost time by cause; both add up to wall time.
 
-    A step is productive if it is in the metrics; one that was repeated after a rollback or restart counts once. The
-    time between two steps is attributed by the events in it: checkpoints and validations by their measured seconds, the
-    rest to a restart or rollback if there was one. The time between a stop and the next resume is not wall time, and
-    neither is a stretch that is too long for a run without any record: the clock jumped, or the machine slept."""
+    A step is productive if it is in the metrics; a repeated one counts once. The time between two steps is attributed
+    by the events in it: checkpoints and validations by their measured seconds, the rest to a restart or rollback if
+    there was one. Not wall time: between a stop and the next resume, and stretches too long for a running run."""
     ends, seconds = run.column("time"), run.column("seconds")
     finite = np.isfinite(ends) & np.isfinite(seconds)
     ends, seconds = ends[finite], seconds[finite]

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -182,24 +183,17 @@ def make_server(run: Path | None, port: int, host: str = "127.0.0.1") -> Threadi
         address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
 
     try:
-        server = Server((host, port), make_handler(registry, host))
+        return Server((host, port), make_handler(registry, host))
     except (OSError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise JobError(f"cannot listen on {host} port {port}: {reason}; choose another --port or --host.") from None
-    server.daemon_threads = True
-    return server
 
 
 def serve_runs(run: Path | None, port: int, host: str, say: Callable[[str], None]) -> None:
-    """Serves the live page until Ctrl-C."""
     server = make_server(run, port, host)
     address = f"{f'[{host}]' if ':' in host else host}:{server.server_address[1]}"
     say(f"serving {run or 'all runs in runs/'} at http://{address}/ (Ctrl-C to stop)")
     if host not in LOOPBACK:
         say(f"note: anyone who can reach {host} can read this page.")
-    try:
+    with suppress(KeyboardInterrupt), server:
         server.serve_forever(poll_interval=0.5)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        server.server_close()

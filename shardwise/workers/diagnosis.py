@@ -166,10 +166,8 @@ def diagnose(ranks: dict[int, RankState], now: float) -> Diagnosis:
         messages = [f"rank {state.rank} has been stuck {_describe_stall(state, now)}" for state in busy]
     elif waiting:
         culprits, why = _find_diverged(waiting)
-        messages = [
-            f"rank {state.rank} {why} {state.divergence or _describe_wait(state)}{_location_suffix(state)}"
-            for state in culprits
-        ]
+        calls = [f"{state.divergence or _describe_wait(state)}{_location_suffix(state)}" for state in culprits]
+        messages = [f"rank {state.rank} {why} {call}" for state, call in zip(culprits, calls, strict=True)]
     else:
         culprits = sorted(busy, key=lambda state: state.heartbeat["since"])[:1]
         no_wait = "no rank is waiting in a collective; the longest without progress is"
@@ -230,15 +228,11 @@ def _describe_stall(state: RankState, now: float) -> str:
     return f"{_step_and_phase(state)} for {now - state.heartbeat['since']:.1f} s{silent}{_location_suffix(state)}"
 
 
-# Live ranks
-
-
 def request_dumps(
     run: Path, ranks: Iterable[int], timeout: float, send_signal: Callable[[], None],
     wait: Callable[[float], None] = time.sleep,
 ) -> None:  # fmt: skip
-    """Makes these ranks dump stacks and collectives, and waits for the files. `send_signal` sends SIGUSR1; `wait`
-    receives files of other nodes."""
+    """Makes ranks dump stacks and collectives by SIGUSR1; waits for the files. `wait` receives those of other nodes."""
     requested_at = time.time()
     send_signal()
     deadline = time.monotonic() + timeout
@@ -307,7 +301,6 @@ def _is_worker(run: Path, heartbeat: dict[str, Any]) -> bool:
     a signal would end that process; the process that writes a heartbeat has its file open."""
     with suppress(psutil.Error, OverflowError):
         process, path = psutil.Process(heartbeat["pid"]), heartbeat_folder(run) / f"rank-{heartbeat['rank']}.json"
-        return process.status() != psutil.STATUS_ZOMBIE and str(path.resolve()) in [
-            f.path for f in process.open_files()
-        ]
+        is_open = str(path.resolve()) in [file.path for file in process.open_files()]
+        return is_open and process.status() != psutil.STATUS_ZOMBIE
     return False

@@ -38,12 +38,9 @@ from typing import Any
 from shardwise import quick_import
 from shardwise.workers.run_owner import BEAT_SECONDS, keep
 
-STANDBY_FLAG = "--standby-fd="  # file descriptor that a standby worker blocks on until it is released
-SNAPSHOT_FLAG = "--snapshots="  # snapshot folder
 SHARED_MEMORY = Path("/dev/shm")
 # What other nodes may ask for.
 ENTRY_POINTS = ("shardwise.launch.worker:main", "shardwise.chaos.faulty_worker:main")
-EntryPoint = Callable[[list[str]], None]
 Message = dict[str, Any]
 
 
@@ -212,23 +209,24 @@ def _fork_workers(command: Message, channel: MessageChannel) -> _ForkedGroup:
     key, folder = command["snapshots"], ""
     if SHARED_MEMORY.is_dir():  # a random name and mode 700, so that no other user can put a link in its place
         folder = next(map(str, snapshot_folders(key)), "") or tempfile.mkdtemp("", f"shardwise-{key}-", SHARED_MEMORY)
-    arguments = [*command["arguments"], f"{SNAPSHOT_FLAG}{folder}"]
-    arguments += [f"{STANDBY_FLAG}{read}"] if read >= 0 else []
 
     def release() -> None:
         os.write(write, b"." * len(command["ranks"]))
 
-    pids = {}
+    def wait() -> None:
+        if not os.read(read, 1):
+            os._exit(0)  # the pipe closed: this standby was never needed
+        os.close(read)
+
+    options, pids = {"snapshots": folder, "standby_gate": wait if read >= 0 else None}, {}
     for local_index, rank in enumerate(command["ranks"]):
-        pids[rank] = _fork_worker(channel, rank, local_index, command, arguments, write)
+        pids[rank] = _fork_worker(channel, local_index, command, options, write)
     if read >= 0:
         os.close(read)
     return _ForkedGroup(pids, release)
 
 
-def _fork_worker(
-    channel: MessageChannel, rank: int, local_index: int, command: Message, arguments: list[str], write: int
-) -> int:
+def _fork_worker(channel: MessageChannel, local_index: int, command: Message, options: Message, write: int) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     parent, pid = os.getpid(), os.fork()
@@ -242,12 +240,15 @@ def _fork_worker(
         channel.connection.close()
         if write >= 0:
             os.close(write)
-        die_with_parent(parent)
+        signal_parent_death(signal.SIGKILL)
+        if os.getppid() != parent:  # it died before the kernel was asked
+            os._exit(1)
         slots = command.get("slots") or list(range(len(command["ranks"])))
-        world = {"RANK": rank, "LOCAL_RANK": slots[local_index]}
+        world = {"RANK": command["ranks"][local_index], "LOCAL_RANK": slots[local_index]}
         world |= {"WORLD_SIZE": command["size"], "LOCAL_WORLD_SIZE": len(slots)}
         os.environ.update({name: str(value) for name, value in world.items()} | command.get("environment", {}))
-        load_entry_point(command["entry"])(arguments)
+        module, _, name = command["entry"].partition(":")
+        getattr(quick_import(module), name)(command["arguments"], **options)
         sys.stdout.flush()
         code = 0
     except BaseException:  # noqa: BLE001 - nobody above reports it
@@ -256,40 +257,9 @@ def _fork_worker(
         os._exit(code)  # skip the teardown: it would wait for peers, or touch what belongs to the fork server
 
 
-def standby_wait(arguments: list[str]) -> Callable[[], None] | None:
-    """Returns a function that blocks a standby worker until it is released; None for any other worker."""
-    for argument in arguments:
-        if argument.startswith(STANDBY_FLAG):
-            descriptor = int(argument.removeprefix(STANDBY_FLAG))
-
-            def wait() -> None:
-                if not os.read(descriptor, 1):
-                    os._exit(0)  # the pipe closed: this standby was never needed
-                os.close(descriptor)
-
-            return wait
-    return None
-
-
-def snapshot_folder_argument(arguments: list[str]) -> str:
-    return next((arg.removeprefix(SNAPSHOT_FLAG) for arg in arguments if arg.startswith(SNAPSHOT_FLAG)), "")
-
-
-def die_with_parent(parent: int) -> None:
-    """Makes this process die when its parent does, whatever it is doing."""
-    signal_parent_death(signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the kernel was asked
-        os._exit(1)
-
-
 def signal_parent_death(number: int) -> None:
     """Asks the kernel for a signal when the parent dies."""
     ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
-
-
-def load_entry_point(entry: str) -> EntryPoint:
-    module, _, name = entry.partition(":")
-    return getattr(quick_import(module), name)  # type: ignore[no-any-return]
 
 
 def _serve_and_exit(connection: socket.socket) -> None:

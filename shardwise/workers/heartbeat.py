@@ -27,6 +27,7 @@ from shardwise.files import parse_record
 INTERVAL = 0.2
 POLL_INTERVAL = 0.05  # seconds between checks for a new stack dump
 TERMINATED = "std::terminate was called"
+AXIS_NAMES = {"default_pg": "world", "undefined": "other"}  # by PyTorch's descriptions of process groups
 RECORD_BYTES = 256  # fixed length, because the record is overwritten in place
 
 
@@ -55,7 +56,9 @@ class Heartbeat:
 
     def dump_collectives(self) -> None:
         """Writes the recent collectives of this rank, with those that have not completed."""
-        record = {"time": time.time(), "collectives": in_flight_collectives(), "groups": process_group_ranks()}
+        joined = dist.distributed_c10d._world.pg_map if dist.is_initialized() else ()
+        groups = {str(group.group_name): dist.get_process_group_ranks(group) for group in joined}
+        record = {"time": time.time(), "collectives": in_flight_collectives(), "groups": groups}
         temporary = self.collectives_path.with_suffix(".partial")
         with self._dump_lock:  # a failing training thread and the heartbeat thread may dump at once
             temporary.write_text(json.dumps(record))
@@ -135,23 +138,13 @@ def in_flight_collectives() -> list[dict[str, Any]]:
     for entry in json.loads(dump()).get("entries", []):
         number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
         group, axis = entry["process_group"]
+        axis = AXIS_NAMES.get(axis, axis.removeprefix("mesh_"))
         collectives.append(
             {
-                "group": group, "axis": axis_name(axis), "number": number, "is_p2p": entry["is_p2p"],
+                "group": group, "axis": axis, "number": number, "is_p2p": entry["is_p2p"],
                 "op": entry["profiling_name"].partition(":")[2] or entry["profiling_name"],
                 "sizes": entry["input_sizes"], "types": entry["input_dtypes"], "thread": entry.get("thread_id"),
                 "completed": entry["retired"] or entry["state"] == "completed", "time": entry["time_created_ns"] / 1e9,
             }
         )  # fmt: skip
     return collectives
-
-
-def process_group_ranks() -> dict[str, list[int]]:
-    """Returns the ranks of every process group that this rank belongs to, by group name."""
-    if not dist.is_initialized():
-        return {}
-    return {str(group.group_name): dist.get_process_group_ranks(group) for group in dist.distributed_c10d._world.pg_map}
-
-
-def axis_name(description: str) -> str:
-    return {"default_pg": "world", "undefined": "other"}.get(description, description.removeprefix("mesh_"))

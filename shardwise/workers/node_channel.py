@@ -62,9 +62,8 @@ def _has_form(value: Any, form: Any) -> bool:
     if isinstance(form, list):
         return type(value) is list and all(_has_form(item, form[0]) for item in value)
     if isinstance(form, dict):
-        return type(value) is dict and all(
-            re.fullmatch("[0-9]{1,7}", rank) and type(value[rank]) is int for rank in value
-        )
+        is_rank = re.compile("[0-9]{1,7}").fullmatch
+        return type(value) is dict and all(is_rank(key) and type(value[key]) is int for key in value)
     return type(value) is form if isinstance(form, type) else type(value) in (int, str) and value in form
 
 

@@ -78,10 +78,8 @@ class Node:
                 raise ValueError
             return cls(index, count, host, int(port))
         except ValueError:
-            raise JobError(
-                f"--node {text} --address {address} is not valid: with two nodes, use --node 0/2 --address "
-                "HOST:PORT on the first one and --node 1/2 with the same endpoint on the second."
-            ) from None
+            remedy = "use --node 0/2 --address HOST:PORT on the first of two nodes, and --node 1/2 on the second"
+            raise JobError(f"--node {text} --address {address} is not valid; {remedy}.") from None
 
 
 class NodeCoordinator(WorkerPool):
@@ -125,10 +123,8 @@ class NodeCoordinator(WorkerPool):
         while missing := set(range(self.node.count)) - {node.index for node in self.nodes if node.slots}:
             names = f"{', '.join(map(str, sorted(missing)))} of {self.node.count} at {self.node.endpoint}"
             if time.monotonic() > deadline:
-                raise RunError(
-                    f"these nodes did not join within {join_timeout:g} s (run.join_timeout): {names}; see what they "
-                    "print, and start all nodes again."
-                )
+                problem = f"these nodes did not join within {join_timeout:g} s (run.join_timeout): {names}"
+                raise RunError(f"{problem}; see what they print, and start all nodes again.")
             if time.monotonic() >= next_line:
                 print_line(f"waiting for nodes {names}, for {deadline - time.monotonic():.0f} s at most")
                 next_line += WAITING_INTERVAL
@@ -252,7 +248,7 @@ class NodeCoordinator(WorkerPool):
         self.nodes.remove(node)
         assert isinstance(node.channel, NodeChannel)
         node.channel.close()
-        for worker_group in self.worker_groups():
+        for worker_group in self._worker_groups.values():
             for rank in worker_group.ranks_by_node.get(node.index, []):
                 worker_group.lost_ranks[rank] = f"is unreachable (node {node.index} at {node.host} {why})"
                 worker_group.exit_codes.setdefault(rank, -signal.SIGKILL)
@@ -305,8 +301,7 @@ class NodeAgent:
     preparing: Future[Path] | None = None
 
     def run(self) -> bool:
-        """Serves until the coordinator shuts down; returns whether the run has taken all its steps. Raises RunError if
-        it cannot be reached."""
+        """Serves until the coordinator shuts down; returns whether the run finished. Raises RunError if it is lost."""
         previous = signal.signal(signal.SIGTERM, self._handle_stop)
         try:
             while True:
@@ -343,10 +338,9 @@ class NodeAgent:
                 if self.is_stopping:
                     return None
                 if seconds > self.join_timeout:
-                    raise RunError(
-                        f"could not join node 0 at {self.node.endpoint} in {self.join_timeout:g} s "
-                        f"(run.join_timeout): {problem}. If its run has ended, restart all nodes, node 0 with --resume."
-                    ) from None
+                    place = f"node 0 at {self.node.endpoint} in {self.join_timeout:g} s (run.join_timeout)"
+                    remedy = "If its run has ended, restart all nodes, node 0 with --resume."
+                    raise RunError(f"could not join {place}: {problem}. {remedy}") from None
                 if seconds > EXPLAIN_SECONDS and not is_explained:
                     rest = f"for {self.join_timeout - seconds:.0f} s at most"
                     print_line(f"still waiting for node 0 at {self.node.endpoint}, {rest}: {problem}.")

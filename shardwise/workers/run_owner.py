@@ -75,14 +75,14 @@ def _keep_in_thread(path: Path, token: str, ended: threading.Event) -> None:
 def _acquire(path: Path, owner: Owner, say: Say) -> None:
     while not _create(path, owner):
         other = read_owner(path)
-        if not is_dead(path.parent, other, lambda: _touched(path), say):
+        if not is_dead(path.parent, other, lambda: _touched(path), say, STALE_SECONDS):
             raise JobError(f"{path.parent} is being trained by {owner_name(other)}; resume when it has ended.")
         claim = path.with_name(f"owner.{other.get('token', 'damaged')}.claim")
         if _create(claim, owner):  # of several launchers that find the owner dead, one removes it
             if read_owner(path) == other:
                 path.unlink(missing_ok=True)
             claim.unlink()
-        elif is_dead(path.parent, read_owner(claim), partial(_touched, claim), say):
+        elif is_dead(path.parent, read_owner(claim), partial(_touched, claim), say, STALE_SECONDS):
             claim.unlink(missing_ok=True)
 
 
@@ -104,7 +104,7 @@ def read_owner(path: Path | bytes) -> Owner:
     return {}
 
 
-def is_dead(place: Any, owner: Owner, touched: Callable[[], int], say: Say, patience: float = STALE_SECONDS) -> bool:
+def is_dead(place: Any, owner: Owner, touched: Callable[[], int], say: Say, patience: float) -> bool:
     """Waits until the owner has ended; returns False as soon as it shows to be alive. `touched` returns another number
     after each sign of life of an owner elsewhere, and 0 once it has ended."""
     is_here, first = bool(owner) and owner["machine"] == _machine(), touched()

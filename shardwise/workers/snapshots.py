@@ -74,10 +74,8 @@ class SnapshotStore:
             return f"snapshots are disabled: {error}."
         if need <= free:
             return ""
-        return (
-            f"snapshots are disabled: the ranks of this node need {need / 2**30:.3g} GiB, but only "
-            f"{free / 2**30:.3g} GiB are available in {self.folder.parent}; restarts load checkpoints from disk."
-        )
+        sizes = f"the ranks of this node need {need / 2**30:.3g} GiB, but only {free / 2**30:.3g} GiB are available"
+        return f"snapshots are disabled: {sizes} in {self.folder.parent}; restarts load checkpoints from disk."
 
     def agree_on_space(self, tensors: Mapping[str, Tensor]) -> str:
         """Returns, on every rank, why a node has no room for snapshots; empty if all have. Checked once."""
@@ -117,7 +115,7 @@ class SnapshotStore:
 
     @torch.no_grad()
     def load_into(self, header: Mapping[str, Any], pieces: Pieces) -> None:
-        tensors = self.tensors(header)
+        tensors = unpack(self._mapped_bytes(self.rank, self._slot, header["bytes"]), header["entries"])
         if any(piece.tensor.is_cuda for piece in pieces.values()):
             page_lock(self._mapped_bytes(self.rank, self._slot, header["bytes"]))
         for name, piece in pieces.items():
@@ -168,16 +166,11 @@ class SnapshotStore:
         self.discard_after(step)  # later ones may come from an attempt with other results
         return header
 
-    def tensors(self, header: Mapping[str, Any]) -> dict[str, Tensor]:
-        return unpack(self._mapped_bytes(self.rank, self._slot, header["bytes"]), header["entries"])
-
     def discard_after(self, step: int) -> None:
         for rank in {self.rank, self.backed_up_rank}:
             for slot, header in self._headers(rank).items():
                 if header["step"] > step:
                     self._header_path(rank, slot).unlink(missing_ok=True)
-
-    # Internals
 
     def _finalize(self, header: dict[str, Any], buffer: Tensor, slot: int) -> None:
         with suppress(OSError, RuntimeError):  # a snapshot without a header is never loaded

@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from shardwise.console import format_ranks, pluralize, signal_name
 from shardwise.errors import RunError, ShardwiseError, UserError
@@ -49,13 +49,6 @@ class WorkerFailure:
         return (UserError if self.exit_code == 2 else RunError)(text)
 
 
-class ErrorLog(Protocol):
-    """The error records that failed ranks wrote."""
-
-    def error_records(self) -> list[dict[str, Any]]: ...
-    def clear_errors(self) -> None: ...
-
-
 @dataclass
 class Supervisor:
     """Runs one training job through failures and restarts."""
@@ -67,7 +60,7 @@ class Supervisor:
     size: int
     max_restarts: int
     hang_timeout: float
-    error_log: ErrorLog
+    error_log: Any  # the run folder: `error_records` of failed ranks, `clear_errors`
     log_event: Callable[..., None]  # called with the kind of an event, its message, and its fields as keywords
     # Elastic runs only: returns a layout for at most this many processes, and its world size.
     replan: Callable[[int], tuple[str, int]] | None = None
@@ -283,9 +276,8 @@ class Supervisor:
         if self.worker_pool.size >= self.size:
             return
         if self.replan is None:
-            raise failure.to_exception(
-                f"The node did not rejoin within {self.rejoin_timeout:g} s; start it again and continue with --resume."
-            )
+            late = f"The node did not rejoin within {self.rejoin_timeout:g} s"
+            raise failure.to_exception(f"{late}; start it again and continue with --resume.")
         self.layout, self.size = self.replan(self.worker_pool.size)
         message = f"continuing without the node: {pluralize(self.size, 'process')} in layout '{self.layout}'."
         self.log_event("scaled_down", message, ranks=failure.ranks, step=failure.step, layout=self.layout)
@@ -302,10 +294,8 @@ class Supervisor:
             no_layout = f"No layout works without {format_ranks(ranks)}: {error}"
             raise failure.to_exception(f"{giving_up} {no_layout}") from None
         self.attempts, self.suspect_ranks = 0, set()
-        message = (
-            f"{failure.message} Removing {format_ranks(ranks)} after {self._restarts_text()}; continuing with "
-            f"{pluralize(self.size, 'process')} in layout '{self.layout}'."
-        )
+        rest = f"continuing with {pluralize(self.size, 'process')} in layout '{self.layout}'"
+        message = f"{failure.message} Removing {format_ranks(ranks)} after {self._restarts_text()}; {rest}."
         self.log_event("scaled_down", message, ranks=ranks, step=failure.step, layout=self.layout)
 
 

@@ -137,9 +137,6 @@ class WorkerPool:
     def pollables(self) -> list[Any]:
         return [node.channel for node in self.nodes]
 
-    def worker_groups(self) -> list[WorkerGroup]:
-        return list(self._worker_groups.values())
-
     def wait_for_slots(self, size: int, timeout: float) -> None:
         """Waits up to `timeout` seconds until the pool has `size` slots. On one machine, returns at once."""
 

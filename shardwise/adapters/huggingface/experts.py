@@ -1,8 +1,7 @@
 """Experts of transformers' models on the ranks of the expert axis.
 
-transformers' experts modules hold the stacked weights of all experts of a layer, and get each token's experts and
-their weights. A rank keeps some experts: tokens are sorted by expert, sent to the ranks that have them, go through
-the module's own forward with one expert each, and come back to be weighted and summed.
+A rank keeps some of the experts that a module of transformers has stacked. Tokens are sorted by expert, sent to the
+ranks that have them, go through the module's own forward with one expert each, and come back to be weighted and summed.
 """
 
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.models.moe import Permute, tokens_per_expert
+from shardwise.models.moe import SortByExpert, WeightedSum, tokens_per_expert
 
 
 def expert_count(module: nn.Module) -> int:
@@ -30,11 +29,11 @@ def dispatch_tokens(experts: Any, dispatcher: Any) -> None:
         choices = top_k_index.flatten()
         order = choices.argsort(stable=True)
         inverse = order.argsort()
-        rows = Permute.apply(hidden_states.repeat_interleave(top_k_index.shape[1], 0), order, inverse)
+        rows = SortByExpert.apply(hidden_states, order, inverse)
         rows, counts, state = dispatcher.dispatch(rows, tokens_per_expert(choices, count))
         local = torch.arange(count // ranks, device=rows.device).repeat_interleave(counts, output_size=rows.shape[0])
         rows = forward(rows, local[:, None], torch.ones_like(local[:, None], dtype=top_k_weights.dtype))
-        rows = Permute.apply(dispatcher.combine(rows, state), inverse, order).unflatten(0, top_k_index.shape)
-        return (rows * top_k_weights.unsqueeze(-1)).sum(1).to(hidden_states.dtype)
+        rows = WeightedSum.apply(dispatcher.combine(rows, state), top_k_weights, order, inverse)
+        return rows.to(hidden_states.dtype)
 
     experts.forward = torch.compiler.disable(run)

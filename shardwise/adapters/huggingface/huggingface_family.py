@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from pydantic import Field, ValidationError
 from torch import nn
 
@@ -61,12 +62,10 @@ class HuggingFaceConfig(ModuleConfig):
     name: str = "hf:llama"
     args: dict[str, Any] = {}
     """Fields of the model's config, which override those of the folder or the defaults of the type."""
-    vocab: int = Field(0, ge=0, le=10**7)
-    """Number of token ids; 0: that of the config."""
+    vocab: int = Field(0, ge=0, le=10**7)  # Number of token ids; 0: that of the config
     mask_token_id: int = Field(-1, ge=-1)
     """For models that fill in masks: the id of the mask. -1: that of the tokenizer, or else the last id is reserved."""
-    blocks: int = Field(0, ge=0, le=0)
-    """Not used: the number of layers is a field of `args`."""
+    blocks: int = Field(0, ge=0, le=0)  # Not used: the number of layers is a field of `args`
 
     @property
     def hf(self) -> Any:
@@ -145,7 +144,7 @@ class HuggingFaceConfig(ModuleConfig):
         return super().text_window if self.span_corruption is None else self.span_corruption.text_window
 
     @property
-    def reserved_ids(self) -> int:
+    def reserved_ids(self) -> int:  # type: ignore[override]
         if self.span_corruption is not None:
             return self.span_corruption.reserved_ids
         return int(self.kind == "masked language model" and self.mask_token_id < 0)
@@ -155,7 +154,7 @@ class HuggingFaceConfig(ModuleConfig):
         return self.vocab_size - 1 if self.mask_token_id < 0 else self.mask_token_id
 
     @property
-    def num_experts(self) -> int:
+    def num_experts(self) -> int:  # type: ignore[override]
         return expert_count(meta_chain(self).root)
 
     @property
@@ -216,22 +215,20 @@ def model_kind(config: HuggingFaceConfig) -> tuple[str, Any]:
     """Returns what a model is trained for, and the transformers class that builds it."""
     transformers, hf = _transformers(), load_config(config)
     kinds = {
-        "causal language model": (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.AutoModelForCausalLM),
-        "masked language model": (transformers.MODEL_FOR_MASKED_LM_MAPPING, transformers.AutoModelForMaskedLM),
-        "encoder-decoder": (transformers.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, transformers.AutoModelForSeq2SeqLM),
-        "image classification": (transformers.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING,
-                                 transformers.AutoModelForImageClassification),
-    }  # fmt: skip
-    order = list(kinds)
-    if type(hf) in transformers.MODEL_FOR_MASKED_LM_MAPPING and not getattr(hf, "is_decoder", False):
-        order = ["masked language model", *order]  # BERT can be both; it is trained to fill in masks
-    for kind in order:
-        if type(hf) in kinds[kind][0]:
-            return kind, kinds[kind][1]
-    raise JobError(
-        f"model.name = {config.name!r}: {type(hf).__name__} is no language model, encoder-decoder or "
-        'image classifier; build it in a function of your own and name that: "python:package.module:function".'
+        "masked language model": transformers.AutoModelForMaskedLM,
+        "causal language model": transformers.AutoModelForCausalLM,
+        "encoder-decoder": transformers.AutoModelForSeq2SeqLM,
+        "image classification": transformers.AutoModelForImageClassification,
+    }
+    fitting = [kind for kind, model_class in kinds.items() if type(hf) in model_class._model_mapping]
+    if getattr(hf, "is_decoder", False) and "causal language model" in fitting:
+        fitting = ["causal language model"]  # BERT can be both, and else is trained to fill in masks
+    if fitting:
+        return fitting[0], kinds[fitting[0]]
+    what = (
+        f"model.name = {config.name!r}: {type(hf).__name__} is no language model, encoder-decoder or image classifier"
     )
+    raise JobError(f'{what}; build it in a function of your own and name that: "python:package.module:function".')
 
 
 class HuggingFaceFamily(ModuleFamily):
@@ -247,9 +244,7 @@ class HuggingFaceFamily(ModuleFamily):
     def pretrained_weights(self, config: Any, chain: Any) -> ModuleWeights | None:
         if config.weights_folder is None:
             return None
-        weights = ModuleWeights.of_folder(config.weights_folder, chain.root)
-        weights.load_buffers(chain.root)
-        return weights
+        return ModuleWeights.of_folder(config.weights_folder, chain.root)
 
     def reference(self, config: Any) -> nn.Module | None:
         raise JobError(f"{config.name} is transformers' own module, the reference of every layout; omit --against.")
@@ -294,10 +289,10 @@ class HuggingFaceFamily(ModuleFamily):
 
     def refusals(self, config: Any) -> dict[str, str]:
         dropout = next((key for key in FIELDS["attention_dropouts"] if getattr(config.hf, key, 0)), "")
-        if meta_chain(config).anatomy.random_modules and dropout:
+        if meta_chain(config).anatomy.random_module and dropout:
+            why = "attention kernels cannot draw the same dropout masks in every layout"
             raise JobError(
-                f"model.args: {dropout} = {getattr(config.hf, dropout)} must be 0: attention kernels cannot draw the "
-                f"same dropout masks in every layout; set {dropout} = 0."
+                f"model.args: {dropout} = {getattr(config.hf, dropout)} must be 0: {why}; set {dropout} = 0."
             )
         refused = super().refusals(config)
         if config.kind == "causal language model" and "context" not in refused:
@@ -328,8 +323,6 @@ class HuggingFaceFamily(ModuleFamily):
 
 @lru_cache(maxsize=8)
 def make_task(config: Any) -> Task:
-    import torch.nn.functional as F
-
     hf, (kind, model_class) = config.hf, model_kind(config)
 
     def build() -> nn.Module:

@@ -5,8 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from shardwise.models.chain import InitialValues
 from shardwise.models.pretrained import StackedExperts, check_shapes, open_folder
 
@@ -36,6 +34,7 @@ class ModuleWeights(InitialValues):
 
     @classmethod
     def of_folder(cls, folder: Path, module: Any) -> "ModuleWeights":
+        """Checks the weights of a folder, and copies the buffers that it has into the module."""
         prefix = f"{module.base_model_prefix}."
         has_prefix = any(name.startswith(prefix) for name, _ in module.named_parameters())
         weights = cls(open_folder(folder, prefix if has_prefix else ""), module)
@@ -43,6 +42,9 @@ class ModuleWeights(InitialValues):
         unused = {name for name in weights.unused if not any(pattern.search(name) for pattern in ignored)}
         shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
         check_shapes(folder, shapes, weights.found, unused)
+        for name, buffer in module.named_buffers():  # such as running averages
+            if name in weights.found:
+                buffer.copy_(weights.found[name][...])
         return weights
 
     def _stack_experts(self, name: str) -> None:
@@ -58,9 +60,3 @@ class ModuleWeights(InitialValues):
     def value(self, name: str) -> Any:
         """Returns a parameter, to be indexed by slices; only these are read."""
         return self.found[name]
-
-    def load_buffers(self, module: nn.Module) -> None:
-        """Copies the buffers that the folder has, such as running averages."""
-        for name, buffer in module.named_buffers():
-            if name in self.found:
-                buffer.copy_(self.found[name][...])

@@ -22,8 +22,14 @@ from shardwise.optim.sparse import CombinedOptimizer
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.prepare import Prepared
-from shardwise.parallel.tables.sharded_tables import Bags, ShardedTables, sum_bags
-from shardwise.parallel.tables.table_storage import LookupRoute, TableShard, place_tables
+from shardwise.parallel.tables.sharded_tables import (
+    Bags,
+    LookupRoute,
+    ShardedTables,
+    TableShard,
+    place_tables,
+    sum_bags,
+)
 
 HOT_ROW_SAMPLES = 32_768  # samples that are read to find the most frequently used rows
 
@@ -49,10 +55,9 @@ def check_host_memory(prepared: Prepared, bytes_per_rank: float) -> None:
         remedy = f"use at least {ranks} ranks with that much memory each, or fewer model.rows"
         if job.embedding_tables.sharding != "auto" and total_bytes / layout.data <= bytes_per_rank:
             remedy = 'use embedding_tables.sharding = "auto", which splits tables that are too large'
-        raise LayoutError(
-            f"layout '{layout}': rank {bytes_by_rank.index(max_bytes)} would hold {max_bytes / 2**30:.3g} GiB of "
-            f"tables and optimizer states, but has {bytes_per_rank / 2**30:.3g} GiB of memory; {remedy}."
-        )
+        size, rank = f"{max_bytes / 2**30:.3g} GiB of tables and optimizer states", bytes_by_rank.index(max_bytes)
+        problem = f"rank {rank} would hold {size}, but has {bytes_per_rank / 2**30:.3g} GiB of memory"
+        raise LayoutError(f"layout '{layout}': {problem}; {remedy}.")
 
 
 @dataclass

@@ -62,8 +62,6 @@ class ModuleTime:
 
     def lerp(self, other: "ModuleTime", share: float) -> "ModuleTime":
         """Linear interpolation: `self` for `share` 0, `other` for 1."""
-        if share in (0.0, 1.0):
-            return other if share else self
         pairs = zip(astuple(self), astuple(other), strict=True)
         return ModuleTime(*((1.0 - share) * a + share * b for a, b in pairs))
 
@@ -128,7 +126,7 @@ class BlockTimeModel:
         precision = "bf16" if self.kernel_profile.precision in LOW_PRECISION else self.kernel_profile.precision
         tokens = shape.logit_fraction * degrees.micro_batch * shape.sequence / degrees.context
         forward, input_grad, weight_grad = machine.linear(tokens, shape.width, ceil(shape.vocab / t), precision)
-        loss = machine.bulk_memory_time(tokens * shape.vocab / t * self.loss_bytes_per_logit(t) / 2)
+        loss = machine.memory_time(tokens * shape.vocab / t * self.loss_bytes_per_logit(t) / 2, bulk=True)
         tensor = machine.all_reduce(self.kernel_profile.itemsize * tokens * shape.width, t, 1) / 2 if t > 1 else 0.0
         return ModuleTime(forward + loss, input_grad + weight_grad + loss, weight_grad, tensor)
 

@@ -32,12 +32,9 @@ class EngineModel:
         self.model, self.is_compiled = model, compiled
         self.itemsize = {"float64": 8, "float32": 4}.get(precision, 2)
         self.master_itemsize = max(4, self.itemsize)
+        self.is_mixed_precision = self.itemsize != self.master_itemsize
         self.layer_costs = forward_flops(model)
         self._chain = meta_model(model.model_copy(update={"layers": 1}))
-
-    @property
-    def is_mixed_precision(self) -> bool:
-        return self.itemsize != self.master_itemsize
 
     @cached_by(lambda _, layout: (layout.stage_count, layout.stages))
     def stages(self, layout: Layout) -> tuple[StageLayers, ...]:
@@ -61,7 +58,36 @@ class EngineModel:
 
     @cached_by(lambda _, layout: (layout.tensor, layout.context, layout.micro_batch, layout.has_split_backward))
     def block_sizes(self, layout: Layout) -> "BlockSizes":
-        return BlockSizes.for_layout(self, layout)
+        m, s, t = self.model, self.itemsize, layout.tensor
+        params = self.params_by_module(t)
+        tokens = layout.micro_batch * m.sequence / layout.context
+        gathered_hidden_bytes = s * tokens * m.width
+        hidden_bytes = gathered_hidden_bytes / t
+        query, kv = s * tokens * m.heads * m.head_dim / t, s * tokens * 2 * m.kv_heads * m.head_dim / t
+        softmax_stats = self.master_itemsize * tokens * m.heads / t  # log-sum-exp of each query
+        hidden, num_up_projections = s * tokens * m.ffn / t, 2 if m.activation == "swiglu" else 1
+        shared = hidden_bytes + 2 * query + kv + softmax_stats + num_up_projections * hidden
+        # Rotary embeddings copy queries and keys; attention's output is then laid out by head, which adds another copy.
+        rope_copies = 0.0
+        if m.positions == "rotary":
+            rope_copies = 2 * query + kv / 2 + 4 * self.master_itemsize * m.sequence * m.head_dim / 2
+        gathered_inputs = 2 * gathered_hidden_bytes if t > 1 else 0.0
+        sizes = {module: sum(numels.values()) for module, numels in params.items()}
+        lm_head = next(numel for name, numel in params["head"].items() if name.endswith("project.weight"))
+        saved_all = shared + hidden_bytes + 2 * gathered_hidden_bytes + rope_copies + num_up_projections * hidden
+        if self.compiles_blocks(layout):
+            # The block's input, the residual after attention, one norm; and gathered matmul inputs.
+            saved_all = shared + 2 * hidden_bytes + (2 * gathered_hidden_bytes - hidden_bytes if t > 1 else 0.0)
+        return BlockSizes(
+            sizes["embed"], sizes["block"], sizes["head"], lm_head if m.tied else 0,
+            largest_param=max(numel for numels in params.values() for numel in numels.values()), lm_head=lm_head,
+            largest_matrix=max(params["block"].values()), hidden_bytes=hidden_bytes,
+            gathered_hidden_bytes=gathered_hidden_bytes, ffn_hidden=hidden, saved_all=saved_all,
+            saved_selective=shared + 2 * gathered_hidden_bytes + (gathered_inputs + 2 * hidden_bytes if t > 1 else 0.0),
+            saved_common=shared + gathered_inputs,
+            pending_weight_grad=num_up_projections * hidden + query + kv + 2 * gathered_hidden_bytes + 4 * hidden_bytes,
+            logits=self.master_itemsize * tokens * m.vocab / t, tokens=layout.micro_batch * m.sequence,
+        )  # fmt: skip
 
     def min_memory(self, layout: Layout, ranks: Sequence[StageLayers], micro_batches: int, state_bytes: float) -> float:
         """Returns a lower bound of the peak over these ranks, each given by its modules: weights, gradients, optimizer
@@ -95,8 +121,11 @@ class EngineModel:
         if fsdp:
             weights = w * sharded_numel + (0 if peaks.is_zero3 else s * numel)
         state = framework_profile.optimizer_bytes * sharded_numel
-        # Receive buffers; int64 tokens and targets.
-        buffers = self.remote_neighbors(layout, rank) * k.hidden_bytes * micro_batches + 16 * k.tokens * micro_batches
+        # A receive buffer per micro-batch and neighbouring stage on another rank; int64 tokens and targets.
+        ids, last = layout.stages_of(rank), layout.stage_count - 1
+        local = 2 * (ids[-1] - ids[0] == 1)  # at the turn of a V-shaped placement
+        remote_neighbors = 2 * len(ids) - (ids[0] == 0) - (ids[-1] == last) - local
+        buffers = remote_neighbors * k.hidden_bytes * micro_batches + 16 * k.tokens * micro_batches
         peak = max(peaks.candidate_bytes(in_flight_peaks))
         largest_bucket = max(k.largest_param, min(numel, BUCKET_BYTES / w))
         update = 0.0 if fsdp or layout.data == 1 else w * largest_bucket * (1 + 1 / layout.shard)
@@ -119,18 +148,11 @@ class EngineModel:
         return RankMemory(weights, gradients, state, activations, buffers, reserve)
 
     def compiles_blocks(self, layout: Layout) -> bool:
-        """Returns whether the layout's blocks are compiled."""
         return self.is_compiled and not layout.has_split_backward
 
     def keeps_compute_copy(self, layout: Layout) -> bool:
         """Returns whether a compute copy of the weights is kept, and updated once per step."""
         return self.is_mixed_precision and layout.world == 1
-
-    def remote_neighbors(self, layout: Layout, rank: int) -> int:
-        """Returns how many neighbouring stages are on other ranks; each has a receive buffer per micro-batch."""
-        stages, last = layout.stages_of(rank), layout.stage_count - 1
-        local = 2 * (stages[-1] - stages[0] == 1)  # at the turn of a V-shaped placement
-        return 2 * len(stages) - (stages[0] == 0) - (stages[-1] == last) - local
 
 
 class BlockSizes(NamedTuple):
@@ -152,39 +174,6 @@ class BlockSizes(NamedTuple):
     pending_weight_grad: float  # bytes of output gradients kept between the halves of a split backward
     logits: float  # bytes of all logits in the master dtype
     tokens: float  # tokens per micro-batch
-
-    @classmethod
-    def for_layout(cls, engine: EngineModel, layout: Layout) -> "BlockSizes":
-        m, s, t = engine.model, engine.itemsize, layout.tensor
-        params = engine.params_by_module(t)
-        tokens = layout.micro_batch * m.sequence / layout.context
-        gathered_hidden_bytes = s * tokens * m.width
-        hidden_bytes = gathered_hidden_bytes / t
-        query, kv = s * tokens * m.heads * m.head_dim / t, s * tokens * 2 * m.kv_heads * m.head_dim / t
-        softmax_stats = engine.master_itemsize * tokens * m.heads / t  # log-sum-exp of each query
-        hidden, num_up_projections = s * tokens * m.ffn / t, 2 if m.activation == "swiglu" else 1
-        shared = hidden_bytes + 2 * query + kv + softmax_stats + num_up_projections * hidden
-        # Rotary embeddings copy queries and keys; attention's output is then laid out by head, which adds another copy.
-        rope_copies = 0.0
-        if m.positions == "rotary":
-            rope_copies = 2 * query + kv / 2 + 4 * engine.master_itemsize * m.sequence * m.head_dim / 2
-        gathered_inputs = 2 * gathered_hidden_bytes if t > 1 else 0.0
-        sizes = {module: sum(numels.values()) for module, numels in params.items()}
-        lm_head = next(numel for name, numel in params["head"].items() if name.endswith("project.weight"))
-        saved_all = shared + hidden_bytes + 2 * gathered_hidden_bytes + rope_copies + num_up_projections * hidden
-        if engine.compiles_blocks(layout):
-            # The block's input, the residual after attention, one norm; and gathered matmul inputs.
-            saved_all = shared + 2 * hidden_bytes + (2 * gathered_hidden_bytes - hidden_bytes if t > 1 else 0.0)
-        return cls(
-            sizes["embed"], sizes["block"], sizes["head"], lm_head if m.tied else 0,
-            largest_param=max(numel for numels in params.values() for numel in numels.values()), lm_head=lm_head,
-            largest_matrix=max(params["block"].values()), hidden_bytes=hidden_bytes,
-            gathered_hidden_bytes=gathered_hidden_bytes, ffn_hidden=hidden, saved_all=saved_all,
-            saved_selective=shared + 2 * gathered_hidden_bytes + (gathered_inputs + 2 * hidden_bytes if t > 1 else 0.0),
-            saved_common=shared + gathered_inputs,
-            pending_weight_grad=num_up_projections * hidden + query + kv + 2 * gathered_hidden_bytes + 4 * hidden_bytes,
-            logits=engine.master_itemsize * tokens * m.vocab / t, tokens=layout.micro_batch * m.sequence,
-        )  # fmt: skip
 
 
 class _PeakCandidates:

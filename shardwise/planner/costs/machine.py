@@ -139,13 +139,9 @@ class Machine:
         power = self.efficiency.overlap_sharpness
         return (device_seconds**power + host_seconds**power) ** (1.0 / power)
 
-    def memory_time(self, size: float) -> float:
-        """Seconds to move `size` bytes of device memory in elementwise operators."""
-        return max(size / (self.device.bandwidth * self.efficiency.memory), MIN_KERNEL_SECONDS)
-
-    def bulk_memory_time(self, size: float) -> float:
-        """Seconds to move `size` bytes in one large operator, such as the optimizer update."""
-        share = self.efficiency.bulk_memory or self.efficiency.memory
+    def memory_time(self, size: float, bulk: bool = False) -> float:
+        """Seconds to move `size` bytes of device memory in elementwise operators; `bulk`: in one, as in the update."""
+        share = (self.efficiency.bulk_memory if bulk else 0.0) or self.efficiency.memory
         return max(size / (self.device.bandwidth * share), MIN_KERNEL_SECONDS)
 
     def bandwidth(self, ranks: int, stride: int) -> float:

@@ -5,7 +5,6 @@ micro-batch in flight, logits, communication buffers, and a reserve for fragment
 decoders on our engine use the exact model in `shardwise.planner.costs.engine_memory` instead.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,14 +30,6 @@ class FrameworkProfile:
     fixed_bytes: float = 1.5 * 2**30  # driver, kernels and communication buffers
 
 
-def optimizer_state_bytes(optimizer: OptimizerConfig, master_itemsize: float) -> float:
-    """Returns bytes of optimizer state per weight, without Adafactor's row and column statistics."""
-    if optimizer.name == "adamw":
-        return {"float32": 2 * master_itemsize, "bf16": 4.0, "8bit": 2.0}[optimizer.state_dtype]
-    momentum = master_itemsize if optimizer.momentum else 0.0
-    return {"lamb": 2 * master_itemsize, "adafactor": 0.0, "muon": master_itemsize, "sgd": momentum}[optimizer.name]
-
-
 def engine_profile(
     precision: str, optimizer: OptimizerConfig = OptimizerConfig(), trained: float = 1.0  # noqa: B008  (it cannot change)
 ) -> FrameworkProfile:  # fmt: skip
@@ -46,11 +37,17 @@ def engine_profile(
     `trained`: the fraction of the weights that are; others are kept in low precision, without anything else."""
     master_itemsize = 8.0 if precision == "float64" else 4.0
     is_mixed_precision = precision not in ("float64", "float32")
+    # Bytes of optimizer state per weight, without Adafactor's row and column statistics.
+    state_bytes = {
+        "adamw": {"float32": 2 * master_itemsize, "bf16": 4.0, "8bit": 2.0}[optimizer.state_dtype],
+        "lamb": 2 * master_itemsize, "adafactor": 0.0, "muon": master_itemsize,
+        "sgd": master_itemsize if optimizer.momentum else 0.0,
+    }[optimizer.name]  # fmt: skip
     kept_bytes = trained * master_itemsize + (1.0 - trained) * (2.0 if is_mixed_precision else master_itemsize)
     return FrameworkProfile(
         weight_bytes=kept_bytes, sharded_weight_bytes=kept_bytes,
         compute_copy_bytes=trained * (2.0 if is_mixed_precision else 0.0), gradient_bytes=trained * master_itemsize,
-        optimizer_bytes=trained * optimizer_state_bytes(optimizer, master_itemsize),
+        optimizer_bytes=trained * state_bytes,
         logits=12.0 if is_mixed_precision else 2 * master_itemsize,
         cast_bytes=trained * (16.0 if is_mixed_precision else 0.0), update_bytes=trained * 10 * master_itemsize,
     )  # fmt: skip
@@ -78,28 +75,20 @@ class StageLayers(NamedTuple):
     first: bool  # has the embedding
     last: bool  # has the head
 
-
-@dataclass(frozen=True)
-class WeightCounts:
-    """Weights of one rank before sharding: of a block without experts, of its experts, of embedding and head."""
-
-    block: float
-    experts: float
-    first: float
-    last: float
-
-    def of_stage(self, stage: StageLayers) -> float:
-        """Returns the weights of a stage without its experts."""
-        return stage.blocks * self.block + (self.first if stage.first else 0.0) + (self.last if stage.last else 0.0)
+    def sum(self, block: float, first: float, last: float) -> float:
+        """Returns the sum over the modules of what a block, the embedding and the head have each."""
+        return self.blocks * block + self.first * first + self.last * last
 
 
 @dataclass(frozen=True)
 class MemoryInputs:
-    """Inputs of a rank's memory that are the same for all ranks and schedules."""
+    """Inputs of a rank's memory that are the same for all ranks and schedules. Weights are those of one rank before
+    sharding: of a block without experts, of its experts, of embedding and head."""
 
-    weights: WeightCounts
-    framework_profile: FrameworkProfile
-    itemsize: int  # bytes per element of an activation
+    block_weights: float
+    expert_weights: float
+    first_weights: float
+    last_weights: float
     saved_per_block: float  # bytes a block saves for the backward of one micro-batch
     recomputed_per_block: float  # bytes of the block that is being recomputed
     logits: float
@@ -108,38 +97,9 @@ class MemoryInputs:
     kept_fraction: float  # fraction of blocks not recomputed, whose low-precision weights are kept until the backward
     head_weights: float
 
-
-ActivationBytes = Callable[[ModelShape, int, Layout, bool], tuple[float, float, float]]
-
-
-def make_memory_inputs(
-    shape: ModelShape, itemsize: int, framework_profile: FrameworkProfile, layout: Layout, expert_tensor: int,
-    activation_bytes: ActivationBytes | None = None,
-) -> MemoryInputs:  # fmt: skip
-    """Returns the inputs of `rank_memory`; `activation_bytes` replaces `block_activation_bytes`."""
-    tokens = layout.micro_batch * shape.sequence / layout.context
-    t, share = layout.tensor, shape.sparse_layers / shape.layers
-    dense_weights, head_weights = shape.attention_weights + shape.dense_ffn_weights, shape.vocab * shape.width / t
-    weights = WeightCounts(
-        block=(1 - share) * (dense_weights / t) + share * (shape.non_expert_weights / t),
-        experts=share * shape.expert_weights / layout.expert / expert_tensor, first=shape.embedding_weights / t,
-        last=0.0 if shape.tied and layout.pipeline == 1 else head_weights,
-    )  # fmt: skip
-    saved_bytes = activation_bytes or block_activation_bytes
-    dense = saved_bytes(shape, itemsize, layout, False)
-    sparse = saved_bytes(shape, itemsize, layout, True) if share else dense
-    saved_all, selective, full = ((1 - share) * d + share * s for d, s in zip(dense, sparse, strict=True))
-    kept_fraction = layout.kept_fraction
-    saved_by_policy = {"none": saved_all, "selective": selective, "full": full}
-    saved = saved_by_policy.get(layout.recompute, kept_fraction * saved_all + (1 - kept_fraction) * full)
-    hidden_bytes = itemsize * tokens * shape.width
-    return MemoryInputs(
-        weights, framework_profile, itemsize, saved,
-        recomputed_per_block=0.0 if layout.recompute == "none" else saved_all,
-        logits=framework_profile.logits * tokens * shape.logit_fraction * shape.vocab / t,
-        hidden_bytes=hidden_bytes, recv_buffer_bytes=hidden_bytes / t, kept_fraction=kept_fraction,
-        head_weights=head_weights,
-    )  # fmt: skip
+    def dense_weights(self, stage: StageLayers) -> float:
+        """Returns the weights of a stage without its experts."""
+        return stage.sum(self.block_weights, self.first_weights, self.last_weights)
 
 
 def block_activation_bytes(
@@ -164,12 +124,14 @@ def block_activation_bytes(
     return saved, selective, itemsize * hidden_numel
 
 
-def rank_memory(inputs: MemoryInputs, layout: Layout, rank: int, stage: StageLayers, micro_batches: int) -> RankMemory:
-    """Returns the peak memory of the pipeline rank that holds `stage`."""
-    profile, size = inputs.framework_profile, inputs.itemsize
-    dense_weights, experts = inputs.weights.of_stage(stage), stage.blocks * inputs.weights.experts
+def rank_memory(
+    inputs: MemoryInputs, profile: FrameworkProfile, size: int, layout: Layout, rank: int, stage: StageLayers,
+    micro_batches: int,
+) -> RankMemory:  # fmt: skip
+    """Returns the peak memory of the pipeline rank that holds `stage`; `size`: bytes per element of an activation."""
+    dense_weights, experts = inputs.dense_weights(stage), stage.blocks * inputs.expert_weights
     own_weights = sharded_weights(layout, dense_weights, experts)
-    block_weights = inputs.weights.block + inputs.weights.experts
+    block_weights = inputs.block_weights + inputs.expert_weights
     in_flight = in_flight_micro_batches(layout, rank, micro_batches)
     compute_copies = max(1.0, in_flight * inputs.kept_fraction)
     all_weights = dense_weights + experts

@@ -39,12 +39,13 @@ class ModelShape:
     kv_lora_rank: int = 0
     qk_rope_head_dim: int = 0  # multi-head latent attention: features per head with rotary positions
     logit_fraction: float = 1.0  # fraction of positions for which logits are computed
+    has_ends: bool = True  # whether it is a pipeline of blocks between two ends
     has_exact_cost_model: bool = False  # whether `EngineModel` knows it exactly: so far dense decoders
 
     @property
     def stages(self) -> int:
         """The most pipeline stages it can be split into."""
-        return self.layers
+        return self.layers if self.has_ends else 1
 
     @property
     def context_positions(self) -> int:
@@ -136,11 +137,7 @@ class OperatorListModel(ModelShape):
     # Returns the modules' costs for a micro-batch size and, if the model has several heads, a tensor degree.
     make_operators: Callable[..., tuple[OperatorCosts, ...]]
     tables: Sequence[TableSpec] = ()  # embedding tables in host memory
-    has_ends: bool = False  # whether the first and last module are the ends of a pipeline of blocks
-
-    @property
-    def stages(self) -> int:
-        return self.layers if self.has_ends else 1
+    has_ends: bool = False  # if so, they are the first and the last module
 
     @property
     def context_positions(self) -> int:

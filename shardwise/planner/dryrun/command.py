@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
-from shardwise.console import align_columns, pluralize
+from shardwise.console import align_columns, format_ranks, pluralize
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import load_job
 from shardwise.layout import Layout
@@ -33,25 +33,16 @@ def describe_reports(reports: Sequence[RankReport]) -> str:
     """Formats two tables: peak memory with one row per rank, communication with one column per rank."""
     layout, micro_batches = Layout.parse(reports[0].layout), pluralize(reports[0].micro_batches, "micro-batch")
     lines = [f"Layout '{layout}': {pluralize(layout.world, 'process')}, {micro_batches} per step.", ""]
-    lines += ["Peak memory per rank, GiB", *align_columns(_memory_rows(reports), left=(1, 2, len(ROLES) + 4))]
-    lines += ["copies: weights in the compute dtype. buffers: communication buffers, samples, everything else.", ""]
-    return "\n".join([*lines, "Communication per rank and step", *align_columns(_traffic_rows(reports), left=(0, 1))])
-
-
-def _memory_rows(reports: Sequence[RankReport]) -> list[list[str]]:
     rows = [["rank", "stage", "modules", *ROLES, "total", "peak in"]]
     for report in reports:
+        kinds = [name.rstrip("0123456789") for stage in report.modules for name in stage]
+        groups = [(kind, len(list(group))) for kind, group in groupby(kinds)]
+        contents = ", ".join(pluralize(count, "layer") if kind == "block" else kind for kind, count in groups)
         sizes = [_format_gib(size) for size in (*(report.memory[role] for role in ROLES), report.total)]
-        stages = " ".join(map(str, report.stages))
-        rows.append([str(report.rank), stages, _stage_contents(report), *sizes, report.peak_phase])
-    return rows
-
-
-def _stage_contents(report: RankReport) -> str:
-    """Formats the modules of a rank, e.g. `embed, 2 layers`."""
-    kinds = [name.rstrip("0123456789") for stage in report.modules for name in stage]
-    groups = [(kind, len(list(group))) for kind, group in groupby(kinds)]
-    return ", ".join(pluralize(count, "layer") if kind == "block" else kind for kind, count in groups)
+        rows.append([str(report.rank), " ".join(map(str, report.stages)), contents, *sizes, report.peak_phase])
+    lines += ["Peak memory per rank, GiB", *align_columns(rows, left=(1, 2, len(ROLES) + 4))]
+    lines += ["copies: weights in the compute dtype. buffers: communication buffers, samples, everything else.", ""]
+    return "\n".join([*lines, "Communication per rank and step", *align_columns(_traffic_rows(reports), left=(0, 1))])
 
 
 def _traffic_rows(reports: Sequence[RankReport]) -> list[list[str]]:
@@ -59,8 +50,9 @@ def _traffic_rows(reports: Sequence[RankReport]) -> list[list[str]]:
     columns: dict[tuple[CollectiveTraffic, ...], list[int]] = {}
     for report in reports:
         columns.setdefault(report.traffic, []).append(report.rank)
+    names = [f"{len(r)} ranks, {r[0]}-{r[-1]}" if len(r) > 3 else format_ranks(r) for r in columns.values()]
     rows = [
-        ["", "", *(text for ranks in columns.values() for text in ("", _format_ranks(ranks)))],
+        ["", "", *(text for name in names for text in ("", name))],
         ["axis", "collective", *(["calls", "GiB"] * len(columns))],
     ]
     by_kind = [{(entry.axis, entry.kind): entry for entry in traffic} for traffic in columns]
@@ -71,12 +63,6 @@ def _traffic_rows(reports: Sequence[RankReport]) -> list[list[str]]:
             cells += ["-", "-"] if entry is None else [f"{entry.count:,}", _format_gib(entry.bytes)]
         rows.append([*kind, *cells])
     return rows
-
-
-def _format_ranks(ranks: list[int]) -> str:
-    if len(ranks) > 3:
-        return f"{len(ranks)} ranks, {ranks[0]}-{ranks[-1]}"
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 
 def _format_gib(size: int) -> str:

@@ -1,19 +1,16 @@
 """Measures the memory and communication of one rank of any world size, without that world.
 
 A process acts as one rank, with a fake process group and fake tensors. It runs one step through the same `parallelize`
-and `step` as training while a `MemoryCommTracker` records every storage and every collective. Each rank is measured in
-its own process.
+and `step` as training while a `MemoryCommTracker` records every storage and every collective.
 
-Not every micro-batch is run. Once the pipeline is full, every period (forward and backward of one micro-batch, or of
-one round of micro-batches) allocates and sends the same as the previous one. So a dry run stops shortly after the
-pipeline is full and extrapolates: each remaining period adds one period's traffic and whatever memory a period leaves
-behind, plus the memory that each micro-batch needs for the whole step (samples, PyTorch's receive buffers). This is
-exact, not an estimate: tests compare it with runs over all micro-batches.
+Once the pipeline is full, every period (forward and backward of one micro-batch, or of one round of them) allocates and
+sends the same as the previous one. So a dry run stops shortly after and extrapolates: each remaining period adds one
+period's traffic and whatever memory a period leaves behind, plus the memory that each micro-batch needs for the whole
+step (samples, PyTorch's receive buffers). This is exact: tests compare it with runs over all micro-batches.
 
-Tensors are those of PyTorch's eager kernels. Attention is the fused kernel, which saves the same tensors on CPU and
-GPU; RMSNorm, fused only on GPU, counts as fused (`FusedRMSNorm`). The step is the first one, with optimizer state
-initialized beforehand. Later steps are the same, except that DDP (`replicate` alone) rebuilds its buckets after the
-first: the number of calls may differ slightly, the bytes do not.
+Tensors are those of PyTorch's eager kernels, but RMSNorm, fused only on GPU, counts as fused (`FusedRMSNorm`). The step
+is the first one, with optimizer state initialized beforehand. Later steps are the same, except that DDP (`replicate`
+alone) rebuilds its buckets: the number of calls may differ slightly, the bytes do not.
 """
 
 import dataclasses
@@ -47,7 +44,7 @@ from shardwise.models import loss
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import prepare
-from shardwise.planner.dryrun.memory_comm_tracker import ROLES, MemoryCommTracker, TracePoint, axis_by_group, by_axis
+from shardwise.planner.dryrun.memory_comm_tracker import ROLES, MemoryCommTracker, axis_by_group, by_axis
 from shardwise.planner.plan import auto_schedule_order
 from shardwise.step import step
 
@@ -64,8 +61,6 @@ class CollectiveTraffic:
 
 @dataclass(frozen=True)
 class RankReport:
-    """Memory and communication of one rank in one step."""
-
     layout: str
     rank: int
     stages: tuple[int, ...]  # pipeline stages on this rank
@@ -165,65 +160,59 @@ def measure_rank(job: Job, layout: Layout, fake: bool = True, all_micro_batches:
     recording = _record_step(job, layout, count, fake)
     remaining = batch.micro_batches - count
     memory, peak_phase = recording.memory(remaining, period)
+    held = recording.held_after(recording.end, remaining, period)
     return RankReport(
         layout=str(layout), rank=recording.engine.mesh.rank,
         stages=layout.stages_of(recording.engine.mesh["pipeline"].index),
         modules=tuple(tuple(name for name, _ in chain.named_children()) for chain in recording.engine.chains),
-        memory=_by_role(memory), peak_phase=peak_phase,
-        resident_memory=_by_role(recording.held_after(recording.end.event, remaining, period)),
+        memory={role: memory[role] for role in ROLES}, peak_phase=peak_phase,
+        resident_memory={role: held[role] for role in ROLES},
         traffic=recording.traffic(remaining, period), micro_batches=batch.micro_batches, micro_batches_run=count,
         seconds=time.perf_counter() - begin,
     )  # fmt: skip
 
 
-def _by_role(memory: Counter[str]) -> dict[str, int]:
-    return {role: memory[role] for role in ROLES}
-
-
 @dataclass
 class StepRecording:
-    """A recorded step: the tracker and the trace points of its phases."""
+    """A recorded step: the tracker, and the points of its recording at which phases begin and end."""
 
     engine: Engine
     tracker: MemoryCommTracker
     micro_batches_run: int
-    before_batch: TracePoint  # before samples and receive buffers were allocated
-    begin: TracePoint
-    forward_starts: list[TracePoint]  # start of each forward of this rank's first stage
-    update_start: TracePoint  # after the last backward
-    end: TracePoint
+    before_batch: int  # before samples and receive buffers were allocated
+    begin: int
+    forward_starts: list[int]  # start of each forward of this rank's first stage
+    update_start: int  # after the last backward
+    end: int
 
     def memory(self, remaining: int, period: int) -> tuple[Counter[str], str]:
         """Returns the peak bytes, with `remaining` more micro-batches extrapolated, and the phase of the peak."""
         peak = self.tracker.bytes_at(self.tracker.peak_event(self.begin, self.update_start))
-        batch_bytes = self.tracker.bytes_at(self.begin.event, since=self.before_batch.event)
+        batch_bytes = self.tracker.bytes_at(self.begin, since=self.before_batch)
         _add_scaled(peak, batch_bytes, remaining, self.micro_batches_run)
-        if remaining:
-            first, last = self._period(period)
-            growth = self.tracker.bytes_at(last.event, since=first.event)
-            if growth.total() > 0:  # the peak is then in the last period
-                _add_scaled(peak, growth, remaining, period)
+        first, last = self._period(period)
+        growth = self.tracker.bytes_at(last, since=first)
+        if growth.total() > 0:  # the peak is then in the last period
+            _add_scaled(peak, growth, remaining, period)
         after = self.held_after(self.tracker.peak_event(self.update_start, self.end), remaining, period)
         return (peak, "forward or backward") if peak.total() >= after.total() else (after, "update")
 
     def held_after(self, event: int, remaining: int, period: int) -> Counter[str]:
         """Returns the bytes at an event after the last backward, with `remaining` more micro-batches extrapolated."""
         held = self.tracker.bytes_at(event)
-        if remaining:
-            batch_bytes = self.tracker.surviving_bytes(self.before_batch, self.begin, event)
-            _add_scaled(held, batch_bytes, remaining, self.micro_batches_run)
-            _add_scaled(held, self.tracker.surviving_bytes(*self._period(period), event), remaining, period)
+        batch_bytes = self.tracker.surviving_bytes(self.before_batch, self.begin, event)
+        _add_scaled(held, batch_bytes, remaining, self.micro_batches_run)
+        _add_scaled(held, self.tracker.surviving_bytes(*self._period(period), event), remaining, period)
         return held
 
     def traffic(self, remaining: int, period: int) -> tuple[CollectiveTraffic, ...]:
         counts, sizes = self.tracker.traffic_between(self.begin, self.end)
-        if remaining:
-            for total, steady in zip((counts, sizes), self.tracker.traffic_between(*self._period(period)), strict=True):
-                _add_scaled(total, steady, remaining, period)
+        for total, steady in zip((counts, sizes), self.tracker.traffic_between(*self._period(period)), strict=True):
+            _add_scaled(total, steady, remaining, period)
         return tuple(CollectiveTraffic(*kind, counts[kind], sizes[kind]) for kind in sorted(counts, key=by_axis))
 
-    def _period(self, length: int) -> tuple[TracePoint, TracePoint]:
-        return self.forward_starts[-1 - length], self.forward_starts[-1]
+    def _period(self, length: int) -> tuple[int, int]:
+        return self.forward_starts[-1 - length :][0], self.forward_starts[-1]
 
 
 def _add_scaled(total: Counter[Any], part: Counter[Any], times: int, divisor: int) -> None:
@@ -238,14 +227,19 @@ def _record_step(job: Job, layout: Layout, micro_batches: int, fake: bool) -> St
     example = job_stream(job, synthetic_source(job, 1)).read(np.arange(1))
     engine = parallelize(prepare(job, layout), torch.device("cpu"), _enter_all(modes), order)
     tracker.axes = axis_by_group(engine.mesh)
-    forward_starts: list[TracePoint] = []
+    forward_starts: list[int] = []
     engine.chains[0].register_forward_pre_hook(lambda *args: forward_starts.append(tracker.now()))
     backward_ends = _track_engine(engine, tracker)
     gc.disable()  # collections at random times would make the trace nondeterministic
     try:
         with _enter_all(modes), _gpu_kernels():
             optimizer = engine.make_optimizer(job)
-            _init_optimizer_states(engine, optimizer)
+            # Initializes the optimizer state, which otherwise happens at the end of the first step.
+            for param_shard in engine.param_shards:
+                param_shard.tensor.grad = torch.zeros_like(param_shard.tensor)
+            optimizer.step()
+            for param_shard in engine.param_shards:
+                param_shard.tensor.grad = None
             states = (value for state in optimizer.state.values() for value in state.values())
             tracker.mark(states, "host" if job.optimizer.offload else "optimizer")
             before_batch = tracker.now()
@@ -311,16 +305,7 @@ def _enter_all(modes: Sequence[Any]) -> Iterator[None]:
         yield
 
 
-def _init_optimizer_states(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
-    """Initializes the optimizer state, which otherwise happens at the end of the first step."""
-    for param_shard in engine.param_shards:
-        param_shard.tensor.grad = torch.zeros_like(param_shard.tensor)
-    optimizer.step()
-    for param_shard in engine.param_shards:
-        param_shard.tensor.grad = None
-
-
-def _track_engine(engine: Engine, tracker: MemoryCommTracker) -> list[TracePoint]:
+def _track_engine(engine: Engine, tracker: MemoryCommTracker) -> list[int]:
     """Marks weights and gradients in the tracker. The returned list receives the end of the last backward."""
 
     def mark_weights(module: nn.Module, args: Any) -> None:
@@ -341,7 +326,7 @@ def _track_engine(engine: Engine, tracker: MemoryCommTracker) -> list[TracePoint
                 module.register_forward_pre_hook(mark_weights)
             for views in module.__dict__.get("_parametrizations", {}).values():
                 views.append(mark_copy)
-    backward_ends: list[TracePoint] = []
+    backward_ends: list[int] = []
     reduce_gradients = engine.data.reduce_gradients
 
     def tracked_reduce() -> None:

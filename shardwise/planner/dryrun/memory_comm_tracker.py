@@ -1,7 +1,7 @@
 """Records the memory and collectives of one process while PyTorch runs, on real or fake tensors.
 
-Memory: every storage is recorded when it is allocated, resized and freed, so that the peak can be found afterwards. The
-role of a storage is often known only later (a matmul result becomes a gradient); it then applies retroactively:
+Every storage is recorded when it is allocated, resized and freed, so that the peak can be found afterwards. The role of
+a storage is often known only later (a matmul result becomes a gradient); it then applies retroactively:
 
     weights      parameters, sharded or gathered
     copies       weights that modules compute with, if different (cast, or some rows)
@@ -10,11 +10,9 @@ role of a storage is often known only later (a matmul result becomes a gradient)
     activations  tensors saved for the backward, and temporaries of forward and backward
     buffers      communication buffers, samples, everything else
 
-Traffic: every collective counts toward the mesh axis whose group it uses, with the bytes of its larger side: the input
-of an all-reduce, reduce-scatter or all-to-all, the output of an all-gather, the tensor of a send or receive.
-
-Bytes are those of the tensors; the allocator adds its rounding. PyTorch's MemTracker supports neither tensor-parallel
-shards nor repeated calls of a module, and CommDebugMode fails under PyTorch's pipeline schedules.
+Every collective counts toward the mesh axis whose group it uses, with the bytes of its larger side. Bytes are those of
+the tensors; the allocator adds its rounding. PyTorch's MemTracker supports neither tensor-parallel shards nor repeated
+calls of a module, and CommDebugMode fails under PyTorch's pipeline schedules.
 """
 
 import tomllib
@@ -24,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,15 +53,9 @@ class StorageRecord:
     ref: weakref.ref[torch.UntypedStorage] | None = None
 
 
-class TracePoint(NamedTuple):
-    """A point in the recording: the number of storage events and of collectives so far."""
-
-    event: int
-    collective: int
-
-
 CollectiveKind = tuple[str, str]  # mesh axis and collective
 TrafficCounts = Counter[CollectiveKind]
+Event = tuple[StorageRecord | CollectiveKind, int]  # a storage and its change in bytes; or a collective and its bytes
 _TABLES = tomllib.loads((Path(__file__).parents[1] / "collectives.toml").read_text(encoding="utf-8"))
 
 
@@ -79,12 +71,9 @@ class MemoryCommTracker(TorchDispatchMode):
         super().__init__()
         self.axes: dict[str, str] = {}
         self.default_role = "buffers"  # role of storages allocated from now on, unless marked
-        self.events: list[tuple[StorageRecord, int]] = []  # storage and change in bytes
-        self.collectives: list[tuple[CollectiveKind, int]] = []
+        self.events: list[Event] = []
         self._live_storages: dict[int, StorageRecord] = {}
         self._op_names: dict[Any, str] = {}
-
-    # Recording
 
     def __enter__(self) -> Any:
         self._resize = resize = torch.UntypedStorage.resize_
@@ -145,7 +134,7 @@ class MemoryCommTracker(TorchDispatchMode):
         kind, argument = _TABLES["operators"][name]
         tensors = result if argument < 0 else args[argument]
         size = sum(tensor.numel() * tensor.element_size() for tensor in _tensors(tensors))
-        self.collectives.append(((self._axis(args), kind), size))
+        self.events.append(((self._axis(args), kind), size))
         if name in _TABLES["buffered"]:
             self.mark(_tensors(args[:2]), "buffers", overwrite=False)
 
@@ -166,32 +155,33 @@ class MemoryCommTracker(TorchDispatchMode):
             if overwrite or not record.role:
                 record.role = role
 
-    # Queries
-
-    def now(self) -> TracePoint:
-        return TracePoint(len(self.events), len(self.collectives))
+    def now(self) -> int:
+        """Returns a point in the recording: the number of events so far."""
+        return len(self.events)
 
     def bytes_at(self, event: int, since: int = 0) -> Counter[str]:
-        """Returns the bytes in memory at an event, or their change since an earlier one, by role."""
+        """Returns the bytes in memory at a point, or their change since an earlier one, by role."""
         return _sum_by_role(self.events[since:event])
 
-    def surviving_bytes(self, begin: TracePoint, end: TracePoint, event: int) -> Counter[str]:
-        """Returns the bytes allocated between two points that are still in memory at a later event, by role."""
-        before = {id(record) for record, _ in self.events[: begin.event]}
-        allocated = {id(record) for record, _ in self.events[begin.event : end.event]} - before
-        return _sum_by_role(entry for entry in self.events[begin.event : event] if id(entry[0]) in allocated)
+    def surviving_bytes(self, begin: int, end: int, event: int) -> Counter[str]:
+        """Returns the bytes allocated between two points that are still in memory at a later one, by role."""
+        before = {id(record) for record, _ in self.events[:begin]}
+        allocated = {id(record) for record, _ in self.events[begin:end]} - before
+        return _sum_by_role(entry for entry in self.events[begin:event] if id(entry[0]) in allocated)
 
-    def peak_event(self, begin: TracePoint, end: TracePoint) -> int:
-        """Returns the event between two points at which memory peaks first."""
-        totals = list(accumulate((size for _, size in self.events[begin.event : end.event]), initial=0))
-        return begin.event + totals.index(max(totals))
+    def peak_event(self, begin: int, end: int) -> int:
+        """Returns the point between two others at which memory peaks first."""
+        changes = (size if isinstance(record, StorageRecord) else 0 for record, size in self.events[begin:end])
+        totals = list(accumulate(changes, initial=0))
+        return begin + totals.index(max(totals))
 
-    def traffic_between(self, begin: TracePoint, end: TracePoint) -> tuple[TrafficCounts, TrafficCounts]:
+    def traffic_between(self, begin: int, end: int) -> tuple[TrafficCounts, TrafficCounts]:
         """Returns calls and bytes between two points, by kind of collective."""
         counts, sizes = TrafficCounts(), TrafficCounts()
-        for kind, size in self.collectives[begin.collective : end.collective]:
-            counts[kind] += 1
-            sizes[kind] += size
+        for kind, size in self.events[begin:end]:
+            if not isinstance(kind, StorageRecord):
+                counts[kind] += 1
+                sizes[kind] += size
         return counts, sizes
 
 
@@ -213,9 +203,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _sum_by_role(events: Iterable[tuple[StorageRecord, int]]) -> Counter[str]:
+def _sum_by_role(events: Iterable[Event]) -> Counter[str]:
     total: Counter[str] = Counter()
     for record, size in events:
-        total[record.role or record.default_role] += size
+        if isinstance(record, StorageRecord):
+            total[record.role or record.default_role] += size
     del total["host"]  # offloaded: not in the memory of the device
     return total

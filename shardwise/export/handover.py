@@ -1,0 +1,190 @@
+"""`shardwise export` and `merge`: the Hugging Face folder, and beside it what the next one in line needs: model card,
+proof, data profile, reference sample (docs/how-to/hand-over.md).
+
+Gates (`[export.gates]` of the job, and --gate) refuse the export before anything is written.
+"""
+
+import hashlib
+import json
+import operator
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise import __version__
+from shardwise.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from shardwise.errors import DataError, JobError, RunError
+from shardwise.export.drift import profile_data
+from shardwise.export.smoke import greedy_tokens, logits_checksum
+from shardwise.files import parse_json, write_text
+from shardwise.job import ExportConfig
+from shardwise.metrics.trackers import numbers_of
+from shardwise.parallel.prepare import forward_flops
+from shardwise.train.checkpoint_folder import read_manifest
+from shardwise.train.dcp_storage import dtype_name
+from shardwise.train.export import Export, export_run
+from shardwise.train.generate import LocalDecoder, load_run_tokenizer
+from shardwise.train.run_folder import RunFolder
+
+COMPARE = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
+ASSETS = Path(__file__).parent / "assets"
+WATTS = {"GPU": 700, "CPU": 65}  # per process
+PROMPT_TOKENS, GREEDY_TOKENS = 16, 16
+
+
+def hand_over(
+    run: Path, out: Path, step: str, dtype: str, max_file_bytes: int, check: bool, merge: bool, gates: Sequence[str]
+) -> Iterator[str]:
+    """Exports a run with everything beside the weights. Yields what was done, in sentences."""
+    folder = RunFolder.open(run)
+    conditions = folder.job().export.conditions() | _parse_gates(gates)
+    return export_run(
+        run, out, step, dtype, max_file_bytes, check, merge,
+        before=lambda export: check_gates(folder, export.step, conditions),
+        after=lambda export, place, checked: _write_beside(folder, export, place, checked, merge),
+    )  # fmt: skip
+
+
+def _parse_gates(gates: Sequence[str]) -> dict[str, tuple[str, float]]:
+    found: dict[str, tuple[str, float]] = {}
+    for gate in gates:
+        name, _, condition = gate.strip().partition(" ")
+        try:
+            found |= ExportConfig(gates={name: condition}).conditions()
+        except ValueError:
+            raise JobError(f'--gate {gate!r} is no condition; write for example "validation.loss <= 2.1".') from None
+    return found
+
+
+def measured(folder: RunFolder, step: int) -> dict[str, float]:
+    """Returns the newest value of every metric up to a step."""
+    values: dict[str, float] = {}
+    for record in folder.metrics():
+        if record.get("step", 0) <= step:
+            values |= numbers_of(record)
+    return values
+
+
+def check_gates(folder: RunFolder, step: int, conditions: dict[str, tuple[str, float]]) -> None:
+    """Raises RunError if a metric of the run falls short."""
+    values = measured(folder, step)
+    for name, (comparison, bound) in conditions.items():
+        if name not in values:
+            raise RunError(f"nothing is exported: the run has no {name} up to step {step}, which a gate asks for.")
+        if not COMPARE[comparison](values[name], bound):
+            found = f"{name} is {values[name]:.6g} at step {step}"
+            raise RunError(f"nothing is exported: {found}, but a gate asks for {comparison} {bound:g}.")
+
+
+def _write_beside(folder: RunFolder, export: Export, out: Path, checked: str, merge: bool) -> str:
+    job, told = folder.job(), ""
+    tokenizer: Tokenizer | None = None
+    with suppress(DataError):
+        tokenizer = load_run_tokenizer(folder, job) if job.model.sample_kind == "tokens" else None
+    if isinstance(tokenizer, HuggingFaceTokenizer):
+        _write_tokenizer_config(out, tokenizer, job.model.sequence_length)
+    try:
+        columns, problem = profile_data(job, tokenizer), ""
+    except (DataError, JobError) as error:  # the data is elsewhere, or the model brings its own
+        columns, problem = {}, str(error)
+    tokens = {"name": "gpt", "vocab": max(2, job.model.vocab_size), "sequence": job.model.text_window}
+    model = tokens if job.model.sample_kind == "tokens" else job.model.model_dump(exclude={"weights", "lora"})
+    data = {"source": "text" if job.data.mix else job.data.source, "text_field": job.data.text_field}
+    profile = {"version": 1, "model": model, "data": data, "columns": columns, "problem": problem}
+    write_text(out / "data-profile.json", json.dumps(profile))
+    if checked and (out / "config.json").exists() and (job.model.is_causal_lm or job.model.targets_are_text):
+        told = _write_reference(folder, export, out, tokenizer)
+    facts = _facts(folder, export, merge)
+    write_text(out / "README.md", (ASSETS / "card.md").read_text(encoding="utf-8").format(**facts))
+    write_text(out / "MLmodel", (ASSETS / "MLmodel").read_text(encoding="utf-8").format(**facts))
+    hashes = {path.name: _sha256(path) for path in sorted(out.iterdir()) if path.suffix in (".safetensors", ".json")}
+    data_files = {name: [file.size, file.digest] for name, file in folder.data_record().files.items()}
+    proof = {
+        "run": folder.path.name, "step": export.step, "layout": facts["layout"], "processes": facts["world"],
+        "checked": checked or "no: exported without --check", "smoke_test": told or "no: exported without --check",
+        "versions": {name: _version(name) for name in ("shardwise", "torch", "transformers", "tokenizers")},
+        "python": sys.version.split()[0], "job_sha256": _sha256(folder.path / "job.toml"), "sha256": hashes,
+        "data_bytes_and_hashes": data_files, "metrics": measured(folder, export.step), "gates": job.export.gates,
+    }  # fmt: skip
+    write_text(out / "proof.json", json.dumps(proof, indent=1) + "\n")
+    return told
+
+
+def _write_tokenizer_config(out: Path, tokenizer: HuggingFaceTokenizer, length: int) -> None:
+    """Writes what transformers' AutoTokenizer needs beside our tokenizer.json."""
+    if (out / "tokenizer_config.json").exists() or not (out / "tokenizer.json").exists():
+        return
+    added = parse_json((out / "tokenizer.json").read_bytes()).get("added_tokens") or ()
+    end = next((token["content"] for token in added if token["id"] == tokenizer.eos_id), None)
+    values = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "model_max_length": length}
+    write_text(out / "tokenizer_config.json", json.dumps(values, indent=1) + "\n")
+
+
+@torch.no_grad()
+def _write_reference(folder: RunFolder, export: Export, out: Path, tokenizer: Tokenizer | None) -> str:
+    """Writes the reference sample; raises RunError unless a fresh process gets the same from the folder."""
+    decoder, vocab = LocalDecoder(export.load(torch.float32), export.job.model), export.job.model.vocab_size
+    prompt = [token * 7 % vocab for token in range(PROMPT_TOKENS)]
+    with suppress(DataError, JobError):
+        prompt = [int(token) for token in folder.sources(folder.job())[0][0][:PROMPT_TOKENS]]
+    prompt = prompt[: max(1, decoder.length - GREEDY_TOKENS)]
+    count = min(GREEDY_TOKENS, decoder.length - len(prompt))
+    greedy = greedy_tokens(lambda rows: decoder.last_logits(rows)[0], prompt, count)
+    values = {"prompt_ids": prompt, "logits_checksum": logits_checksum(decoder.logits(torch.tensor([prompt]))),
+              "greedy_ids": greedy, "text": tokenizer.decode(greedy) if tokenizer else ""}  # fmt: skip
+    write_text(out / "reference.json", json.dumps(values, indent=1) + "\n")
+    command = [sys.executable, "-m", "shardwise.export.smoke", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
+    if done.returncode:
+        raise RunError(f"a fresh process does not get the reference sample: {done.stderr.strip()[-500:]}")
+    return "smoke test: a fresh process loads it, with the reference logits and greedy text."
+
+
+def _facts(folder: RunFolder, export: Export, merge: bool) -> dict[str, Any]:
+    """Returns what the card and MLmodel say."""
+    job, manifest, files = folder.job(), read_manifest(export.checkpoint), folder.data_record()
+    records = [record for record in folder.metrics() if record.get("step", 0) <= export.step]
+    hours = sum(record.get("seconds", 0.0) for record in records) / 3600
+    watts = WATTS["GPU" if records and "mfu" in records[-1] else "CPU"]
+    samples, world = export.step * job.samples, int(manifest["world"])
+    config = export.job.family.export_config(export.job.model) if export.lora is None or merge else {}
+    found = {name: value for name, value in measured(folder, export.step).items() if name.startswith("validation.")}
+    rows = [f"| {name.removeprefix('validation.')} | {value:.6g} |" for name, value in found.items()]
+    listed = [f"- `{Path(name).name}`: {file.size:,} bytes" for name, file in files.files.items()]
+    listed[20:] = [f"- and {len(listed) - 20} more"] if len(listed) > 20 else []
+    counts = ", ".join(f"{count:,} samples {use}" for count, use in zip(files.samples, ("for training", "held out")))
+    architecture = (config.get("architectures") or ["PeftModel"])[0]
+    is_lm = job.model.is_causal_lm or architecture.endswith(("CausalLM", "LMHeadModel"))
+    return {
+        "name": folder.path.resolve().name, "run": folder.path.resolve().name, "architecture": architecture,
+        "task": "text-generation" if is_lm else "other", "transformers": _version("transformers"),
+        "instance_type": "TextGenerationPipeline" if is_lm else "Pipeline", "precision": job.precision,
+        "description": job.model.description.capitalize(), "step": export.step, "total_steps": job.total_steps,
+        "parameters": sum(weight.numel() for _, weight in export.model.named_unique_parameters()),
+        "dtype": dtype_name(export.dtype), "data": "\n".join([f"Source `{job.data.source}`: {counts}.", "", *listed]),
+        "samples": samples, "tokens": samples * job.model.sequence_length, "batch": job.samples, "lr": job.optimizer.lr,
+        "optimizer": job.optimizer.name, "layout": manifest["layout"], "world": world, "hours": hours, "watts": watts,
+        "flops": 3 * sum(forward_flops(job.model)) * samples, "energy": hours * world * watts / 1000,
+        "evaluation": "\n".join(["| validation | |", "| --- | --- |", *rows]) if rows else "The run was not validated.",
+        "start": f", starting from `{job.model.weights}`" if job.model.weights else "",
+        "uuid": uuid.uuid4().hex, "time": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S.%f"),
+    }  # fmt: skip
+
+
+def _version(package: str) -> str:
+    with suppress(PackageNotFoundError):
+        return __version__ if package == "shardwise" else version(package)
+    return ""
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
