@@ -174,13 +174,13 @@ def run_peer(shape: dict[str, Any]) -> dict[str, float]:
 def run_ours(shape: dict[str, Any], precision: str) -> dict[str, Any]:
     settings: dict[str, Any] = {key: shape[key] for key in ("model", "optimizer") if key in shape}
     job = make_job({"precision": precision, "batch": {"samples": shape["batch"]}, **settings})
-    time_steps = train_step._time_steps_cuda
+    time_steps = train_step._time_steps
 
     def timed_alone(*args: Any) -> list[float]:
         with alone():
             return time_steps(*args)
 
-    train_step._time_steps_cuda = timed_alone
+    train_step._time_steps = timed_alone
     report = train_step.bench_step(job, torch.device("cuda"), STEPS)
     return {"tokens_per_second": report.tokens_per_second, "peak_memory_gib": report.peak_memory_gib,
             "graph": report.uses_cuda_graph, "parts": report.time_breakdown}  # fmt: skip
