@@ -18,10 +18,13 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal --all
 
-# Slurm's and Ray's own daemons, sshd, network namespaces, object stores; what is not installed is skipped with a sentence.
+# Slurm's and Ray's own daemons, sshd, network namespaces, object stores, long tests; what is not installed is skipped with a sentence.
 test-clusters: $(STAMP)
 	$(BIN)/python -m pytest tests/test_slurm.py tests/test_ray.py tests/test_submit.py tests/test_nodes.py \
-		tests/test_run_store.py tests/test_preflight.py tests/test_tutorial_tune.py
+		tests/test_run_store.py tests/test_preflight.py tests/test_tutorial_tune.py \
+		tests/test_trainer.py::test_every_way_to_start_gives_the_same_losses \
+		tests/test_embedding.py::test_the_example_trains_learns_and_goes_on_elsewhere \
+		tests/test_train.py::test_under_torchrun_it_joins_that_world_and_sample_writes_text
 
 # Where nothing can be installed but all packages are there: make test-gpu STAMP= BIN=/usr/bin
 test-gpu: $(STAMP)

@@ -73,10 +73,12 @@ THINNED = {
 ONE_OF_EACH = ("test_caught", "test_the_culprit_is_named")
 
 # Real schedulers, networks, nodes, stores, and a whole tutorial: up to a minute each. `make test-clusters` runs these
-# files, one test after the other; so does naming a file.
+# files and tests, one after the other; so does naming their file.
 ON_CLUSTERS = (
     "test_slurm.py", "test_ray.py", "test_submit.py", "test_nodes.py", "test_run_store.py", "test_preflight.py",
-    "test_tutorial_tune.py",
+    "test_tutorial_tune.py", "test_every_way_to_start_gives_the_same_losses",
+    "test_the_example_trains_learns_and_goes_on_elsewhere",
+    "test_under_torchrun_it_joins_that_world_and_sample_writes_text",
 )  # fmt: skip
 
 
@@ -92,7 +94,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     files = {Path(argument.partition("::")[0]).name for argument in config.args}
     for item in items:
         name = getattr(item, "originalname", item.name)
-        if item.path.name in ON_CLUSTERS and item.path.name not in files:
+        if not {item.path.name, name}.isdisjoint(ON_CLUSTERS) and item.path.name not in files:
             left.append(item)
             continue
         is_each = name in ONE_OF_EACH
