@@ -268,7 +268,7 @@ def test_more_servers_than_ranks() -> None:
         run_world(too_many, 2)
 
 
-def leave(rank: int, victim: int, folder: str, end: Any) -> None:
+def leave(rank: int, victim: int, folder: str, end: Any, all_said: Any) -> None:
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 4), rank=rank, world_size=4)
     weights, said = torch.zeros(11, dtype=torch.float64), ""
     try:
@@ -281,7 +281,7 @@ def leave(rank: int, victim: int, folder: str, end: Any) -> None:
     except RunError as error:
         said = str(error)
     end.send(said)
-    time.sleep(1)  # others may still ask
+    all_said.wait(60)  # others may still ask
     os._exit(0)
 
 
@@ -289,15 +289,17 @@ def leave(rank: int, victim: int, folder: str, end: Any) -> None:
 def test_an_asynchronous_server_names_who_is_gone(victim: int, tmp_path: Path) -> None:
     """Ranks 0 and 1 serve. Without a worker all others make their rounds; without a server nobody does."""
     context = multiprocessing.get_context("fork")
-    ends = {}
+    ends, all_said = {}, context.Event()
     for rank in range(4):
         here, there = context.Pipe(duplex=False)
-        context.Process(target=leave, args=(rank, victim, str(tmp_path), there), daemon=True).start()
+        context.Process(target=leave, args=(rank, victim, str(tmp_path), there, all_said), daemon=True).start()
         there.close()
         ends[rank] = here
-    said = {rank: end.recv() for rank, end in ends.items() if rank != victim and end.poll(20)}
+    said = {rank: end.recv() for rank, end in ends.items() if rank != victim and end.poll(60)}
+    all_said.set()
     gone = f"rank {victim} is not responding (asynchronous parameter server, after round 5)."
     if victim == 3:
         assert said == {0: gone, 1: gone, 2: ""}
     else:
-        assert set(said) == {0, 2, 3} and all(word.startswith("rank 1 is not responding") for word in said.values())
+        assert set(said) == {0, 2, 3}
+        assert all(word.startswith("rank 1 is not responding") for word in said.values()), said

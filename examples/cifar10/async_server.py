@@ -58,9 +58,12 @@ class AsyncParameterServer:
                 dist.recv(gradient, rank, tag=PUSH_TAG)
                 dist.send(self.apply_gradient(rank, gradient), rank, tag=PULL_TAG)
         except RuntimeError:
-            with self.condition:
-                self.dead_ranks[rank] = self.rounds_done[rank]
-                self.condition.notify_all()
+            self.wait_no_longer_for(rank)
+
+    def wait_no_longer_for(self, rank: int) -> None:
+        with self.condition:
+            self.dead_ranks[rank] = self.rounds_done[rank]
+            self.condition.notify_all()
 
     def join(self) -> None:
         for thread in self.threads:
@@ -97,7 +100,7 @@ class ParameterServerWorker:
                     send_work = dist.isend(flat[server_slice], server, tag=PUSH_TAG)
                     pending.append((server, send_work, dist.irecv(self.weights[server_slice], server, tag=PULL_TAG)))
                 except RuntimeError:
-                    raise RunError(_no_response(server, self.rounds_done)) from None
+                    raise self._lost(server) from None
         if self.server is not None:
             self.weights[self.slices[self.rank]] = self.server.apply_gradient(self.rank, flat[self.slices[self.rank]])
         for server, send_work, recv_work in pending:
@@ -106,8 +109,14 @@ class ParameterServerWorker:
                 send_work.wait()
                 recv_work.wait()
             except RuntimeError:
-                raise RunError(_no_response(server, self.rounds_done)) from None
+                raise self._lost(server) from None
         self.rounds_done += 1
+
+    def _lost(self, server: int) -> RunError:
+        """Ends this rank's rounds: others would wait for it at its own server and blame it, not the dead one."""
+        if self.server is not None:
+            self.server.wait_no_longer_for(self.rank)
+        return RunError(_no_response(server, self.rounds_done))
 
     def join(self) -> None:
         """Waits until every rank has completed its rounds."""
