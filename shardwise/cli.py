@@ -52,7 +52,9 @@ def train(
     cluster: Annotated[str | None, Option(help="Cluster preset or file; short for --set run.cluster=...")] = None,
     processes: Annotated[int | None, Option(min=1, help="Plan the layout for N processes of this machine.")] = None,
     resume: Annotated[Path | None, Option(help="Resume the run in this folder, in any layout.")] = None,
-    continue_run: Annotated[bool, Option("--continue", help="Resume run.folder if it exists.")] = False,
+    continue_run: Annotated[
+        bool, Option("--continue", help="Resume the run in run.folder if there is one; exit with 75 if it is stopped.")
+    ] = False,
     node: Annotated[str | None, Option(metavar="K/N", help="Node K (from 0) of N; auto asks the scheduler.")] = None,
     address: Annotated[str | None, Option(metavar="HOST:PORT", help="Multi-node: address of node 0.")] = None,
     proof: Annotated[bool, Option(help="First verify the layout of a model not built in; --no-proof skips it.")] = True,
@@ -107,7 +109,9 @@ def verify(
     layout: Annotated[list[str] | None, Option(help="Layout; repeatable. Default: the job's, for auto a set.")] = None,
     shrink: Annotated[bool, Option(help="Shrink the model first, to verify large models quickly.")] = False,
     steps: Annotated[int, Option(min=3, help="Number of optimizer steps to compare.")] = 3,
-    against: Annotated[str | None, Option(help="Compare one process with another implementation: hf.")] = None,
+    against: Annotated[
+        str | None, Option(help="Compare one process with another implementation instead: hf, transformers' module.")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Verifies that a layout computes the same losses, gradients and weights as a single process."""
@@ -176,7 +180,9 @@ def dryrun(
     job_file: JobFile = None,
     overrides: Overrides = None,
     layout: Annotated[str | None, Option(help="Layout to run; default: the job's layout.")] = None,
-    rank: Annotated[list[int] | None, Option(min=0, help="Rank; repeatable. Default: of four stages.")] = None,
+    rank: Annotated[
+        list[int] | None, Option(min=0, help="Rank; repeatable. Default: of the first, second, middle, last stage.")
+    ] = None,
     every_stage: Annotated[bool, Option("--every-stage", help="Simulate one rank per pipeline position.")] = False,
     as_json: JsonFlag = False,
 ) -> None:

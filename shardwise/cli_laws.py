@@ -24,7 +24,9 @@ def check_count(scope: str) -> str:
     return scope
 
 
-ParameterScope = Annotated[str, Option("--count", callback=check_count, help="Parameters to count: all, or blocks.")]
+ParameterScope = Annotated[
+    str, Option("--count", callback=check_count, help="Parameters to count: all, or blocks (no embeddings or head).")
+]
 
 
 def _print(values: Any, lines: Iterable[str], as_json: bool) -> None:
