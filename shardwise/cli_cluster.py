@@ -17,7 +17,8 @@ from shardwise.job import load_job
 
 
 def where(
-    folder: Annotated[Path, Argument(help="Folder whose storage is described.")] = Path("."), as_json: JsonFlag = False
+    folder: Annotated[Path, Argument(exists=True, help="Folder whose storage is described.")] = Path("."),
+    as_json: JsonFlag = False,
 ) -> None:
     """Shows which scheduler started this process, what says so, its rank or node, devices, links and storage."""
     found = quick_import("shardwise.launch.where")

@@ -8,7 +8,7 @@ each other key means is in `job_keys.toml`, from which the reference page is mad
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast, get_args
 
 import tomli_w
 from pydantic import Field, SerializeAsAny, ValidationError, field_validator
@@ -411,11 +411,15 @@ def _format_problem(problem: Any, family: str) -> str:
 def _suggest_key(location: list[str | int], family: str) -> str:
     """Suggests the key that was probably meant, and says which other model families have this key."""
     *sections, key = map(str, location)
-    if not sections:
-        return suggest(key, Job.model_fields)
-    if sections[0] != "model":
-        section: Any = Job.model_fields[sections[0]].annotation
-        return suggest(key, section.model_fields)
+    in_model = sections[:1] == ["model"]
+    keys: Any = (named_family(family).config if in_model else Job).model_fields
+    for section in sections[in_model:]:
+        annotation = keys[section].annotation if section in keys else None
+        keys = next(
+            (kind.model_fields for kind in (annotation, *get_args(annotation)) if hasattr(kind, "model_fields")), keys
+        )
+    suggestion = suggest(key, keys)
     others = [repr(name) for name, other in families().items() if key in other.config.model_fields]
-    suggestion = suggest(key, named_family(family).config.model_fields)
+    if sections != ["model"]:
+        return suggestion
     return f"it is a key of {' and '.join(others)}, not of {family!r}; {suggestion}" if others else suggestion

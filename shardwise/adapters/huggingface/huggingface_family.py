@@ -151,6 +151,10 @@ class HuggingFaceConfig(ModuleConfig):
 
     @property
     def resolved_mask_id(self) -> int:
+        if self.mask_token_id >= self.vocab_size:
+            raise JobError(
+                f"model.mask_token_id = {self.mask_token_id} must be below the vocabulary's {self.vocab_size}."
+            )
         return self.vocab_size - 1 if self.mask_token_id < 0 else self.mask_token_id
 
     @property
@@ -167,6 +171,7 @@ def _transformers() -> Any:
         import transformers
     except ImportError:
         raise JobError('models named "hf:..." need transformers: pip install "shardwise[hf]".') from None
+    transformers.utils.logging.disable_progress_bar()
     return transformers
 
 
