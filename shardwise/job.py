@@ -414,10 +414,8 @@ def _suggest_key(location: list[str | int], family: str) -> str:
     in_model = sections[:1] == ["model"]
     keys: Any = (named_family(family).config if in_model else Job).model_fields
     for section in sections[in_model:]:
-        annotation = keys[section].annotation if section in keys else None
-        keys = next(
-            (kind.model_fields for kind in (annotation, *get_args(annotation)) if hasattr(kind, "model_fields")), keys
-        )
+        kind = keys[section].annotation if section in keys else None
+        keys = next((one.model_fields for one in (kind, *get_args(kind)) if hasattr(one, "model_fields")), keys)
     suggestion = suggest(key, keys)
     others = [repr(name) for name, other in families().items() if key in other.config.model_fields]
     if sections != ["model"]:
