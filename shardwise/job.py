@@ -120,6 +120,7 @@ class LocalSGDConfig(ConfigSection):
 
 class LossConfig(ConfigSection):
     chunk_size: int = Field(0, ge=0, le=10**9)
+    dpo_beta: float = Field(0.0, ge=0.0)
 
 
 class CheckpointConfig(ConfigSection):
@@ -245,6 +246,8 @@ class Job(ConfigSection):
             raise ValueError(f"data.augment applies to images, but {self.model.description} reads none; remove it")
         if self.data.source == "chat" and self.model.document_separator >= 0:
             raise ValueError("model.eod_token_id is for text; with data.source = 'chat' use data.pack instead")
+        if self.loss.dpo_beta and (self.data.source not in ("chat", "synthetic") or self.data.pack):
+            raise ValueError('loss.dpo_beta needs data.source = "chat" with pairs of answers, and without data.pack')
         if self.layout != "auto":
             try:
                 Layout.parse(self.layout)
@@ -257,6 +260,11 @@ class Job(ConfigSection):
         if self.batch.tokens is not None:
             return max(1, self.batch.tokens // self.model.sequence_length)
         return self.batch.samples or 32
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a sample may hold several conversations; those of DPO hold two."""
+        return self.data.pack or self.loss.dpo_beta > 0
 
     def is_validated_after(self, step: int) -> bool:
         return step == self.total_steps or bool(self.validation.every and step % self.validation.every == 0)

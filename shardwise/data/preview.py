@@ -9,6 +9,7 @@ from shardwise.data.sample_stream import job_stream
 from shardwise.errors import DataError
 from shardwise.job import Job
 from shardwise.models.chain import IGNORE_INDEX
+from shardwise.models.preference import plain_targets
 
 
 def preview_job(job: Job, count: int, in_colour: bool) -> Iterator[str]:
@@ -20,7 +21,7 @@ def preview_job(job: Job, count: int, in_colour: bool) -> Iterator[str]:
     counted, other = ("\033[32m{}\033[0m", "\033[2m{}\033[0m") if in_colour else ("[[{}]]", "{}")
     samples = job_stream(job, source).read(np.arange(count))
     for number, (tokens, targets) in enumerate(zip(samples.tokens.numpy(), samples.targets.numpy(), strict=True)):
-        counts = targets != IGNORE_INDEX
+        counts, targets = targets != IGNORE_INDEX, plain_targets(targets)
         yield f"--- sample {number}: {int(counts.sum())} of {len(tokens)} tokens count"
         borders = sorted({0, *np.flatnonzero(tokens < 0).tolist(), len(tokens)})  # of packed conversations
         for start, stop in zip(borders, borders[1:]):

@@ -108,8 +108,9 @@ def check_refusals(job: Job, layout: Layout) -> None:
         raise LayoutError(f"recompute={layout.recompute}: {refused['recompute']}")
     if job.local_sgd.every > 1 and "local_sgd" in refused:
         raise LayoutError(f"local_sgd.every = {job.local_sgd.every}: {refused['local_sgd']}")
-    if job.data.pack and "pack" in refused:
-        raise JobError(f"data.pack = true: {refused['pack']}")
+    if job.is_packed and "pack" in refused:
+        key = "data.pack = true" if job.data.pack else f"loss.dpo_beta = {job.loss.dpo_beta:g}"
+        raise JobError(f"{key}: {refused['pack']}")
     if job.compile is True and "compile" in refused:
         raise JobError(f"compile = true: {refused['compile']}")
     if job.precision in refused:
