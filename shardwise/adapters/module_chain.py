@@ -245,8 +245,9 @@ class ModuleChain(Chain):
         return self
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
-        """Allocates parameters; buffers keep their values."""
-        buffers = [(part, name, b) for part in self.modules() for name, b in part._buffers.items() if b is not None]
+        """Allocates parameters; buffers keep their values, if they have any."""
+        named = [(part, name, buffer) for part in self.modules() for name, buffer in part._buffers.items()]
+        buffers = [(part, name, buffer) for part, name, buffer in named if buffer is not None and not buffer.is_meta]
         super().to_empty(device=device)
         for part, name, buffer in buffers:
             part._buffers[name] = buffer.to(device)

@@ -36,6 +36,7 @@ from shardwise.models.config import ModelConfig
 from shardwise.models.family import Family
 from shardwise.models.layers import Linear
 from shardwise.models.operator_costs import OperatorCosts
+from shardwise.models.quantize import round_quantized
 from shardwise.models.registry import family_of
 from shardwise.models.sharding import ShardingPlan
 from shardwise.models.trace import trace_family, trace_module
@@ -285,6 +286,7 @@ class ModuleFamily(Family):
         module = module.to(dtype).train()
         if config.lora is not None:
             lora.add_initialized(module, config.lora, meta_chain(config), seed)
+        round_quantized(module, meta_chain(config).sharding_plan)
         return module
 
     def reference_loss(self, config: Any, module: nn.Module, samples: Any, document_ids: Any = None) -> Tensor:

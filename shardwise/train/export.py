@@ -24,7 +24,7 @@ from shardwise.job import Job
 from shardwise.models.adapter_files import write_adapter
 from shardwise.models.chain import Chain, init_slice
 from shardwise.models.config import LoRA, ModelConfig
-from shardwise.models.lora import is_transposed, matches
+from shardwise.models.lora import is_transposed, mark_quantized, matches
 from shardwise.models.pretrained import INDEX_FILE, open_folder
 from shardwise.models.sharding import is_adapter
 from shardwise.train.checkpoint_folder import CheckpointGroup, find_newest_valid
@@ -55,6 +55,7 @@ class Export:
         model = self.job.family.build_on_meta(self.job.model, self.job.seed)
         if self.lora is not None:
             model.initial = run_weights(self.job) or model.initial
+            mark_quantized(model, getattr(model, "root", model), self.lora)
         return model
 
     @cached_property

@@ -27,6 +27,7 @@ from shardwise.models.layers import positions_in_documents
 from shardwise.models.objectives import MaskedLM, Objective, SpanCorruption, next_token
 from shardwise.models.preference import plain_targets
 from shardwise.models.pretrained_config import read_config_file
+from shardwise.models.quantize import round_quantized
 from shardwise.models.sharding import ShardingPlan
 from shardwise.models.t5_family import T5Config
 
@@ -272,6 +273,7 @@ class HuggingFaceFamily(ModuleFamily):
             model_class = model_kind(config)[1]
             read = model_class.from_pretrained(config.weights_folder, config=copy.deepcopy(config.hf), dtype=dtype)
             module.load_state_dict(read.state_dict(), strict=config.lora is None)  # without the adapters
+            round_quantized(module, meta_chain(config).sharding_plan)
         return module
 
     def shrink(self, config: Any) -> Any:
