@@ -43,8 +43,8 @@ def laws_design(
     overrides: Overrides = None, counts: ParameterScope = "all", as_json: JsonFlag = False,
 ) -> None:  # fmt: skip
     """Writes a grid of small jobs for fitting a scaling law: several compute budgets, several model sizes each."""
+    from shardwise.laws.budget import design_grid, parse_budget, write_grid
     from shardwise.laws.command import design_lines
-    from shardwise.laws.isoflop_grid import design_grid, parse_budget, write_grid
 
     rows = write_grid(design_grid(*parse_budget(budget), budgets, sizes, spread, overrides or [], counts, out))
     _print(rows, design_lines(rows, out), as_json)
@@ -83,9 +83,9 @@ def laws_recommend(
 ) -> None:  # fmt: skip
     """Recommends model size and tokens for a compute budget, and predicts its loss and that of other sizes."""
     from shardwise.files import malformed_as_data_error
+    from shardwise.laws.budget import recommend_with_plan
     from shardwise.laws.command import recommend_lines
     from shardwise.laws.fit import published_law, read_fitted_law
-    from shardwise.laws.recommend import recommend_with_plan
 
     fitted_law = published_law() if law is None else read_fitted_law(law)
     with malformed_as_data_error(law or Path("the built-in law")):

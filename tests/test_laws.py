@@ -14,6 +14,16 @@ from test_cli import call
 
 from shardwise.errors import DataError, JobError
 from shardwise.job import load_job
+from shardwise.laws.budget import (
+    batch_size_for_budget,
+    design_grid,
+    make_template,
+    model_of_size,
+    parse_budget,
+    recommend,
+    recommend_with_plan,
+    write_grid,
+)
 from shardwise.laws.fit import (
     CONSTANTS,
     ScalingLaw,
@@ -26,15 +36,6 @@ from shardwise.laws.fit import (
     published_law,
     read_fitted_law,
 )
-from shardwise.laws.isoflop_grid import (
-    batch_size_for_budget,
-    design_grid,
-    make_template,
-    model_of_size,
-    parse_budget,
-    write_grid,
-)
-from shardwise.laws.recommend import recommend, recommend_with_plan
 from shardwise.laws.runs import Runs, count_parameters, read_runs
 from shardwise.planner.costs.model_shape import shape_of
 
