@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from shardwise.cli import app
 from shardwise.comm import host_staged
-from shardwise.comm.axis import StepTimer
+from shardwise.comm.collectives import StepTimer
 from shardwise.comm.world import run_world
 from shardwise.data.sample_stream import SampleStream
 from shardwise.errors import JobError

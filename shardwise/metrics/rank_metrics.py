@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwise.comm.axis import Axis
-from shardwise.comm.collectives import all_gather
+from shardwise.comm.collectives import Axis, all_gather
 from shardwise.job import Job
 from shardwise.layout import DEGREES
 from shardwise.parallel.engine import Engine

@@ -15,8 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.axis import Axis
-from shardwise.comm.collectives import reduce_scatter
+from shardwise.comm.collectives import Axis, reduce_scatter
 from shardwise.job import GradientConfig
 from shardwise.layout import BatchSplit, Layout
 from shardwise.models.chain import Chain

@@ -26,8 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.comm.axis import Axis, StepTimer
-from shardwise.comm.collectives import all_reduce_coalesced, all_to_all_rows
+from shardwise.comm.collectives import Axis, StepTimer, all_reduce_coalesced, all_to_all_rows
 from shardwise.errors import LayoutError
 from shardwise.job import GradientConfig
 from shardwise.layout import Layout

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.axis import SINGLE_RANK, Axis, StepTimer
+from shardwise.comm.collectives import SINGLE_RANK, Axis, StepTimer
 from shardwise.layout import AXES, Layout
 
 DERIVED_AXES = ("data", "fsdp", "replicas", "fsdp_context", "world", "expert", "expert_replicas", "local_sgd", "loader")

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _Action
 
-from shardwise.comm.axis import StepTimer
+from shardwise.comm.collectives import StepTimer
 from shardwise.data.sample_stream import Samples
 from shardwise.errors import LayoutError
 from shardwise.layout import AUTO_SCHEDULES, Layout

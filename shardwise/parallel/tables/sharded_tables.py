@@ -30,8 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.comm.axis import Axis
-from shardwise.comm.collectives import all_reduce, all_to_all
+from shardwise.comm.collectives import Axis, all_reduce, all_to_all
 from shardwise.errors import DataError
 from shardwise.models.family import TableSpec
 from shardwise.optim.param_shard import ParamShard
