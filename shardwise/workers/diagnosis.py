@@ -26,7 +26,7 @@ from shardwise.console import format_ranks
 from shardwise.errors import JobError
 from shardwise.files import malformed_as_data_error, parse_json, parse_record
 from shardwise.workers.fork_server import signal_all
-from shardwise.workers.heartbeat import TERMINATED, heartbeat_folder, parse_heartbeat, read_heartbeats
+from shardwise.workers.heartbeat import TERMINATED, heartbeat_folder, read_heartbeats
 
 FRAME_PATTERN = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 PACKAGE = str(Path(__file__).parent.parent) + os.sep
@@ -96,15 +96,12 @@ class RankState:
         ours = [frame for frame in ours if not frame[0].endswith(COLLECTIVES_FILE)][:1]
         innermost = self.frames[:1]
         shown = (ours or innermost) if self.is_waiting else list(dict.fromkeys([*innermost, *ours]))
-        return ", called from ".join(f"{_short_path(file)}:{line} ({name})" for file, line, name in shown)
+        short = [(file.replace(PACKAGE, "shardwise/").rpartition("site-packages/")[2], *rest) for file, *rest in shown]
+        return ", called from ".join(f"{file}:{line} ({name})" for file, line, name in short)
 
 
 def _collective_signature(collective: dict[str, Any]) -> tuple[str, ...]:
     return (collective["group"], collective["op"], str(collective["sizes"]), str(collective["types"]))
-
-
-def _short_path(file: str) -> str:
-    return file.replace(PACKAGE, "shardwise/").rpartition("site-packages/")[2]
 
 
 @dataclass(frozen=True)
@@ -120,20 +117,16 @@ class Diagnosis:
         return " ".join(self.messages[: max(1, len(self.culprits))])
 
 
-def read_rank_states(folder: Path, exit_reasons: dict[int, str]) -> dict[int, RankState]:
-    """Reads the heartbeat, stack and collectives of every rank from a heartbeat folder."""
+def read_rank_states(run: Path, exit_reasons: dict[int, str]) -> dict[int, RankState]:
+    """Reads the heartbeat, stack and collectives of every rank of a run."""
     states = {}
-    for path in folder.glob("rank-*.json"):
+    for rank, heartbeat in read_heartbeats(run).items():
+        path, dump, reason = heartbeat_folder(run) / f"rank-{rank}.collectives", {}, exit_reasons.get(rank, "")
         with suppress(OSError):
-            heartbeat = parse_heartbeat(path.read_bytes())
-            if heartbeat is None:
-                continue
-            rank, dump = heartbeat["rank"], {}
-            with suppress(OSError):
-                dump = parse_record(path.with_suffix(".collectives").read_bytes()) or {}
-            (frames, terminated), reason = _read_frames(path.with_suffix(".stack")), exit_reasons.get(rank, "")
-            states[rank] = RankState(rank, heartbeat, reason, frames, dump.get("collectives", []), terminated)
-    return dict(sorted(states.items()))
+            dump = parse_record(path.read_bytes()) or {}
+        frames, terminated = _read_frames(path.with_suffix(".stack"))
+        states[rank] = RankState(rank, heartbeat, reason, frames, dump.get("collectives", []), terminated)
+    return states
 
 
 def _read_frames(path: Path) -> tuple[list[tuple[str, int, str]], bool]:
@@ -283,7 +276,7 @@ def diagnose_run(run: Path) -> list[str]:
         responsive = {rank: pid for rank, pid in alive.items() if rank not in exit_reasons}
         request_dumps(run, responsive, 2.0, lambda: signal_all(responsive.values(), signal.SIGUSR1))
         with malformed_as_data_error(heartbeat_folder(run)):
-            finding = diagnose(read_rank_states(heartbeat_folder(run), exit_reasons), time.time())
+            finding = diagnose(read_rank_states(run, exit_reasons), time.time())
         headline = f"the run is at step {step}, but some ranks made no progress in the last {OBSERVATION_SECONDS:g} s:"
         return [headline, *finding.messages]
     saved = sorted((run / "doctor").glob("*/diagnosis.json"))

@@ -106,22 +106,17 @@ def heartbeat_folder(run: Path) -> Path:
 
 
 def read_heartbeats(run: Path) -> dict[int, dict[str, Any]]:
-    """Returns the last heartbeat of each rank, except any that is being rewritten right now."""
+    """Returns the last heartbeat of each rank, except any that is being rewritten right now, or damaged: every field
+    must have its type."""
     heartbeats = {}
     for path in heartbeat_folder(run).glob("rank-*.json"):
         with suppress(OSError):
-            if (heartbeat := parse_heartbeat(path.read_bytes())) is not None:
+            heartbeat = parse_record(path.read_bytes()) or {}
+            is_valid = all(type(heartbeat.get(key)) is int and heartbeat[key] >= 0 for key in ("rank", "pid", "step"))
+            is_valid &= all(isinstance(heartbeat.get(key), int | float) for key in ("since", "heartbeat"))
+            if is_valid and all(isinstance(heartbeat.get(key), str) for key in ("host", "phase")):
                 heartbeats[heartbeat["rank"]] = heartbeat
     return dict(sorted(heartbeats.items()))
-
-
-def parse_heartbeat(text: bytes) -> dict[str, Any] | None:
-    """Parses a heartbeat; None if it is being rewritten, or damaged: every field must have its type."""
-    heartbeat = parse_record(text) or {}
-    is_valid = all(type(heartbeat.get(key)) is int and heartbeat[key] >= 0 for key in ("rank", "pid", "step"))
-    is_valid &= all(isinstance(heartbeat.get(key), int | float) for key in ("since", "heartbeat"))
-    is_valid &= all(isinstance(heartbeat.get(key), str) for key in ("host", "phase"))
-    return heartbeat if is_valid else None
 
 
 def clear_heartbeats(run: Path) -> None:
