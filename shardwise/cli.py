@@ -287,7 +287,7 @@ def data(
         print_line(encode_source(load_job(job_file, overrides or []).data, out))
         return
     job = load_job(preview_file or job_file, overrides or [])
-    for line in quick_import("shardwise.data.preview").preview_job(job, count, sys.stdout.isatty()):
+    for line in quick_import("shardwise.data.make_sources").preview_job(job, count, sys.stdout.isatty()):
         print_line(line)
 
 
