@@ -272,8 +272,7 @@ def laws_fit(
     """Fits L(N, D) = E + A / N^alpha + B / D^beta to runs, with confidence intervals, residuals and outliers."""
     from shardwise.files import write_text
     from shardwise.laws.command import fit_lines
-    from shardwise.laws.fit import fit_as_dict, fit_scaling_law
-    from shardwise.laws.runs import read_runs
+    from shardwise.laws.fit import fit_as_dict, fit_scaling_law, read_runs
 
     values = fit_as_dict(fit_scaling_law(read_runs(runs, counts), drop, draws, seed))
     if out is not None:

@@ -26,17 +26,19 @@ from shardwise.laws.budget import (
 )
 from shardwise.laws.fit import (
     CONSTANTS,
+    Runs,
     ScalingLaw,
     ScalingLawFit,
     best_fit,
     bootstrap,
+    count_parameters,
     fit_as_dict,
     fit_scaling_law,
     parse_fitted_law,
     published_law,
     read_fitted_law,
+    read_runs,
 )
-from shardwise.laws.runs import Runs, count_parameters, read_runs
 from shardwise.planner.costs.model_shape import shape_of
 
 ROOT = Path(__file__).parent.parent

@@ -30,8 +30,7 @@ from shardwise.console import format_count
 from shardwise.errors import JobError
 from shardwise.files import write_text
 from shardwise.job import BatchConfig, Job, load_job, make_job
-from shardwise.laws.fit import MAX_FLOPS, FittedLaw, ScalingLaw, interval
-from shardwise.laws.runs import count_parameters
+from shardwise.laws.fit import MAX_FLOPS, FittedLaw, ScalingLaw, count_parameters, interval
 from shardwise.models.gpt_family import DecoderConfig
 from shardwise.planner.costs.model_shape import shape_of
 from shardwise.planner.plan import make_plan

@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.console import format_count, pluralize
-from shardwise.laws.fit import CONSTANTS, law_from_dict
-from shardwise.laws.runs import PARAMETER_SCOPES
+from shardwise.laws.fit import CONSTANTS, PARAMETER_SCOPES, law_from_dict
 
 # Key, alignment with width, and number format of the columns of a design.
 DESIGN_COLUMNS = (
