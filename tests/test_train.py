@@ -21,7 +21,7 @@ import torch
 from shardwise.comm.world import run_world
 from shardwise.data.token_file import write_token_arrays
 from shardwise.errors import DataError, JobError, RunError
-from shardwise.integrity.anomaly_policy import Verdict
+from shardwise.integrity.detectors import Verdict
 from shardwise.job import BatchConfig, Job, load_job, make_job
 from shardwise.launch.start import start_training, summarize
 from shardwise.layout import Layout
