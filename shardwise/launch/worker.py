@@ -78,13 +78,10 @@ def run_worker(
         if not is_expected:
             with suppress(OSError):
                 heartbeat.dump_collectives()
-        folder.write_error(
-            rank,
-            {
-                "rank": rank, "time_ns": time.time_ns(), "kind": type(error).__name__, "message": str(error),
-                "exit_code": getattr(error, "exit_code", 1), "trace": None if is_expected else traceback.format_exc(),
-            },
-        )  # fmt: skip
+        folder.write_error({
+            "rank": rank, "time_ns": time.time_ns(), "kind": type(error).__name__, "message": str(error),
+            "exit_code": getattr(error, "exit_code", 1), "trace": None if is_expected else traceback.format_exc(),
+        })  # fmt: skip
         raise
 
 

@@ -180,9 +180,9 @@ class RunFolder:
     def add_skip(self, step: int, count: int) -> None:
         write_text(self.path / "skips.json", json.dumps([*self.skipped_batches(), (step, count)]))
 
-    def write_error(self, rank: int, record: dict[str, Any]) -> None:
+    def write_error(self, record: dict[str, Any]) -> None:
         self.errors.mkdir(parents=True, exist_ok=True)
-        write_text(self.errors / f"rank-{rank}.json", json.dumps(record))
+        write_text(self.errors / f"rank-{record['rank']}.json", json.dumps(record))
 
     def error_records(self) -> list[dict[str, Any]]:
         records = (record for path in self.errors.glob("rank-*.json") for record in _read_records(path))
