@@ -252,8 +252,7 @@ def laws_design(
     overrides: Overrides = None, counts: ParameterScope = "all", as_json: JsonFlag = False,
 ) -> None:  # fmt: skip
     """Writes a grid of small jobs for fitting a scaling law: several compute budgets, several model sizes each."""
-    from shardwise.laws.budget import design_grid, parse_budget, write_grid
-    from shardwise.laws.command import design_lines
+    from shardwise.laws.budget import design_grid, design_lines, parse_budget, write_grid
 
     rows = write_grid(design_grid(*parse_budget(budget), budgets, sizes, spread, overrides or [], counts, out))
     _print(rows, design_lines(rows, out), as_json)
@@ -271,8 +270,7 @@ def laws_fit(
 ) -> None:
     """Fits L(N, D) = E + A / N^alpha + B / D^beta to runs, with confidence intervals, residuals and outliers."""
     from shardwise.files import write_text
-    from shardwise.laws.command import fit_lines
-    from shardwise.laws.fit import fit_as_dict, fit_scaling_law, read_runs
+    from shardwise.laws.fit import fit_as_dict, fit_lines, fit_scaling_law, read_runs
 
     values = fit_as_dict(fit_scaling_law(read_runs(runs, counts), drop, draws, seed))
     if out is not None:
@@ -291,8 +289,7 @@ def laws_recommend(
 ) -> None:  # fmt: skip
     """Recommends model size and tokens for a compute budget, and predicts its loss and that of other sizes."""
     from shardwise.files import malformed_as_data_error
-    from shardwise.laws.budget import recommend_with_plan
-    from shardwise.laws.command import recommend_lines
+    from shardwise.laws.budget import recommend_lines, recommend_with_plan
     from shardwise.laws.fit import published_law, read_fitted_law
 
     fitted_law = published_law() if law is None else read_fitted_law(law)

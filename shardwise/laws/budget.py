@@ -26,11 +26,11 @@ import tomli_w
 from scipy.optimize import brentq
 
 from shardwise.cluster import find_cluster
-from shardwise.console import format_count
+from shardwise.console import format_count, pluralize
 from shardwise.errors import JobError
 from shardwise.files import write_text
 from shardwise.job import BatchConfig, Job, load_job, make_job
-from shardwise.laws.fit import MAX_FLOPS, FittedLaw, ScalingLaw, count_parameters, interval
+from shardwise.laws.fit import MAX_FLOPS, PARAMETER_SCOPES, FittedLaw, ScalingLaw, count_parameters, interval
 from shardwise.models.gpt_family import DecoderConfig
 from shardwise.planner.costs.model_shape import shape_of
 from shardwise.planner.plan import make_plan
@@ -43,6 +43,11 @@ VALIDATION_SAMPLES = 256  # their loss is the result of a run
 NARROW_WIDTHS = (*range(16, 128, 8), *range(128, 512, 32), *range(512, 1024, 64), *range(1024, 4096, 256))
 SIZE_FIELDS = ("layers", "width", "heads", "kv_heads", "head_dim", "ffn")
 LONG_SEQUENCE, SHORT_SEQUENCE = 2048, 256  # tokens per sample, from 1e17 FLOPs on and below
+# Key, alignment with width, and number format of the columns of a design.
+DESIGN_COLUMNS = (
+    ("file", "<34", ""), ("flops", ">8", ".2g"), ("parameters", ">14", ","), ("width", ">6", ""), ("layers", ">6", ""),
+    ("tokens", ">17", ","), ("batch", ">6", ""), ("lr", ">9", ".3g"),
+)  # fmt: skip
 
 
 class GridJob(NamedTuple):
@@ -96,6 +101,15 @@ def write_grid(jobs: Sequence[GridJob]) -> list[dict[str, Any]]:
             "tokens": tokens, "batch": job.samples, "steps": job.total_steps, "lr": job.optimizer.lr,
         })  # fmt: skip
     return rows
+
+
+def design_lines(rows: Sequence[dict[str, Any]], folder: Path) -> Iterator[str]:
+    """Yields the text of `shardwise laws design`."""
+    yield " ".join(f"{key:{width}}" for key, width, _ in DESIGN_COLUMNS)
+    for row in rows:
+        yield " ".join(f"{format(row[key], number_format):{width}}" for key, width, number_format in DESIGN_COLUMNS)
+    next_step = f"train each with `shardwise train FILE`, then run `shardwise laws fit {folder / 'runs'}`"
+    yield f"{pluralize(len(rows), 'job')}; {next_step}"
 
 
 def make_template(settings: Sequence[str], flops: float) -> Job:
@@ -292,3 +306,34 @@ def recommended_job(result: dict[str, Any], devices: int, settings: Sequence[str
         raise JobError(f"--set model.{conflicting[0]}: the law chooses the model size; remove this setting.")
     model = model_of_size(template, result["parameters"], result["parameter_scope"])
     return job_for_budget(template, model, result["flops"], result["tokens"], devices)
+
+
+def recommend_lines(result: dict[str, Any], irreducible_loss: float) -> Iterator[str]:
+    """Yields the text of `shardwise laws recommend`."""
+    yield from result["warnings"]
+    yield f"law:      {result['law']}; N: parameters {PARAMETER_SCOPES[result['parameter_scope']]}"
+    yield f"budget:   {result['flops']:.3g} FLOPs, counted as 6 N D"
+    low, high = map(format_count, result["parameters_interval"])
+    size = f"{format_count(result['parameters'])} parameters (95%: {low} to {high})"
+    tokens = f"{format_count(result['tokens'])} tokens, {result['tokens_per_parameter']:.3g} tokens per parameter"
+    yield f"optimum:  {size}, {tokens}"
+    losses = "{:.4g} (95% of runs: {:.4g} to {:.4g})".format(result["loss"], *result["loss_interval"])
+    yield f"loss:     {losses}; {irreducible_loss:.4g} is irreducible"
+    low, high = map(format_count, result["near_optimal_parameters"])
+    tolerance = f"within {100 * result['near_optimal_tolerance']:g}% of that"
+    yield f"flat:     the loss is {tolerance} from {low} to {high} parameters"
+    for model in result["overtrained"]:
+        size, tokens, break_even = (format_count(model[key]) for key in ("parameters", "tokens", "break_even"))
+        price = f"{model['flops'] / result['flops']:.3g}x the training FLOPs"
+        repaid = f"repaid after {break_even} tokens of inference"
+        yield f"smaller:  {size} parameters reach the same loss with {tokens} tokens: {price}, {repaid}"
+    if plan := result.get("plan"):
+        shape = "width {width}, {layers} layers, {heads} heads, vocabulary {vocab}".format(**plan["model"])
+        yield f"model:    {shape}: {format_count(plan['parameters'])} parameters"
+        batch = f"{plan['batch_samples']} samples of {plan['model']['sequence']} tokens"
+        yield f"batch:    {batch}, learning rate {plan['lr']:g}"
+        fits = "" if plan["fits"] else ", which does not fit"
+        devices = f"{plan['devices']} x {plan['cluster']}{fits}"
+        yield f"layout:   {plan['layout']} on {devices}: {100 * plan['mfu']:.3g}% MFU"
+        time = f"{plan['days']:.3g} days, {plan['device_hours']:,.0f} device-hours"
+        yield f"time:     {time}; {plan['planner_flops']:.3g} FLOPs including attention and head"

@@ -29,7 +29,7 @@ from scipy.special import huber
 from scipy.stats import median_abs_deviation
 from threadpoolctl import threadpool_limits
 
-from shardwise.console import pluralize
+from shardwise.console import format_count, pluralize
 from shardwise.errors import DataError
 from shardwise.files import malformed_as_data_error, parse_json
 from shardwise.models.gpt_family import DecoderConfig
@@ -370,6 +370,27 @@ def fit_as_dict(fit: ScalingLawFit) -> dict[str, Any]:
         "residuals": [dict(zip(columns, row)) for row in rows],
         "bootstrap_samples": [[float(f"{value:.9g}") for value in row] for row in fit.bootstrap_samples.as_array().T],
     }
+
+
+def fit_lines(values: dict[str, Any]) -> Iterator[str]:
+    """Yields the text of `shardwise laws fit`, made from the values of `fit_as_dict`."""
+    label = PARAMETER_SCOPES[values["parameter_scope"]]
+    yield f"L(N, D) = E + A / N^alpha + B / D^beta, {pluralize(values['runs'], 'run')}; N: parameters {label}"
+    if values["dropped"]:
+        yield f"dropped: {', '.join(values['dropped'])}"
+    for name in CONSTANTS:
+        numbers = "{value:12.5g}   95%: {low:.5g} to {high:.5g}   standard error {standard_error:.3g}"
+        yield f"  {name:<6}" + numbers.format(**values[name])
+    yield f"standard deviation of the residuals: {100 * values['residual_std']:.2g}%"
+    worst = sorted(values["residuals"], key=lambda row: -abs(row["residual"]))[:3]
+    residual_list = ", ".join(f"{row['run']} {100 * row['residual']:+.2g}%" for row in worst)
+    outliers = pluralize(sum(row["outlier"] for row in values["residuals"]), "outlier")
+    yield f"largest residuals: {residual_list}; {outliers}"
+    exponent = values["compute_optimal"]["parameters_exponent"]
+    yield f"compute-optimal size for a budget C: N = k C^{exponent:.3f}"
+    flops = values["fitted_ranges"]["flops"][1]
+    N, D = law_from_dict(values).compute_optimal(flops)
+    yield f"at {flops:.2g} FLOPs: {format_count(N)} parameters, {D / N:.3g} tokens per parameter"
 
 
 def read_fitted_law(path: Path) -> FittedLaw:
