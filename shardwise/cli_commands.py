@@ -25,7 +25,8 @@ JsonFlag = Annotated[bool, Option("--json", help="Print JSON instead of text.")]
 
 
 def where(
-    folder: Annotated[Path, Argument(help="Folder whose storage is described.")] = Path("."), as_json: JsonFlag = False
+    folder: Annotated[Path, Argument(exists=True, help="Folder whose storage is described.")] = Path("."),
+    as_json: JsonFlag = False,
 ) -> None:
     """Shows which scheduler started this process, what says so, its rank or node, devices, links and storage."""
     found = quick_import("shardwise.launch.where")

@@ -290,6 +290,18 @@ class ModuleFamily(Family):
     def reference_loss(self, config: Any, module: nn.Module, samples: Any, document_ids: Any = None) -> Tensor:
         """Returns the loss of a batch, as a mean over its targets."""
         task = self.task(config)
+        loss = self._call_reference(partial(task.call, module), config, module, samples, document_ids)
+        return loss if task.count is None else loss / samples.num_targets
+
+    def reference_logits(self, config: Any, module: nn.Module, samples: Any, document_ids: Any = None) -> Tensor:
+        inputs: Any = self.task(config).inputs
+        call = lambda batch: module(**inputs(batch)).logits  # noqa: E731
+        return self._call_reference(call, config, module, samples, document_ids)
+
+    def _call_reference(
+        self, call: Callable[[Any], Tensor], config: Any, module: nn.Module, samples: Any, document_ids: Any
+    ) -> Tensor:  # fmt: skip
+        task = self.task(config)
         module.__dict__["shardwise_state"]["ids"] = samples.ids
         leaves = list(samples.inputs or (samples.tokens, samples.targets))
         _, spec = flatten_batch(task.example(2, config.sequence), 2)
@@ -297,9 +309,10 @@ class ModuleFamily(Family):
         leaves = [leaf.to(dtype) if leaf.is_floating_point() else leaf for leaf in leaves]
         with KeepFloat64() if dtype is torch.float64 else torch.enable_grad():
             SPLIT.document_ids = document_ids
-            loss = task.call(module, tree_unflatten(leaves, spec))
-            SPLIT.document_ids = None
-        return loss if task.count is None else loss / samples.num_targets
+            try:
+                return call(tree_unflatten(leaves, spec))
+            finally:
+                SPLIT.document_ids = None
 
     def explain_difference(self, config: Any, layout: Any, kind: str) -> str:
         if layout.context > 1:

@@ -35,6 +35,7 @@ from shardwise.files import cache_folder, file_lock, parse_json, write_text
 from shardwise.job import DataConfig, Job
 from shardwise.models.chain import IGNORE_INDEX
 from shardwise.models.objectives import next_token
+from shardwise.models.preference import plain_targets
 from shardwise.object_store import local_copy, parse_url
 
 CACHE_VERSION = 2  # increment this when the same files would encode to different tokens, which invalidates old caches
@@ -262,7 +263,7 @@ def _open_or_encode(
 
 
 def _chat_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataRecord) -> Sources:
-    data, length = job.data, job.model.text_window
+    data, length, pairs = job.data, job.model.text_window, job.loss.dpo_beta > 0
     if job.family.objective(job.model, job.seed) is not next_token:
         raise DataError(f"data.source = 'chat' is for models that predict the next token, not {job.model.description}.")
     if parse_bpe_size(data.tokenizer):
@@ -273,12 +274,16 @@ def _chat_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataRe
     template = load_template(data.chat_template, data.tokenizer, has_chatml_tokens or data.tokenizer == "bytes")
     if data.chat_template:
         record.take([Path(data.chat_template).expanduser()])
-    folder = cache / _cache_key(data, files, data.train_on, data.on_bad_record, template.as_tokenizer_config())
-    new, open_files = BadRecords(bad_records.skip), partial(chat.open_chats, folder, length, data.truncate)
-    encode = partial(chat.encode_chats, data, files, tokenizer, template, folder, new)
+    train_on = "pairs" if pairs else data.train_on
+    folder = cache / _cache_key(data, files, train_on, data.on_bad_record, template.as_tokenizer_config())
+    new, open_files = BadRecords(bad_records.skip), partial(chat.open_chats, folder, length, data.truncate, pairs)
+    encode = partial(chat.encode_chats, data, files, tokenizer, template, folder, new, pairs)
     tokens, extents, summary = _open_or_encode(folder, open_files, encode, bad_records, new)
-    first_held_out = len(extents) - _num_held_out(len(extents), data.validation_fraction)
-    rows = partial(chat.ChatRows, tokens, length=length, pad_id=tokenizer.eos_id, packed=data.pack)
+    together = 1 + pairs
+    first_held_out = len(extents) - together * _num_held_out(len(extents) // together, data.validation_fraction)
+    rows = partial(
+        chat.ChatRows, tokens, length=length, pad_id=tokenizer.eos_id, packed=data.pack, dpo_beta=job.loss.dpo_beta
+    )
     training, held_out = rows(extents[:first_held_out]), rows(extents[first_held_out:])
     training.tokenizer_config = template.as_tokenizer_config()
     training.summary = f"{summary}; {pluralize(len(training), 'sample')} for training, {training.filled:.0%} full."
@@ -310,7 +315,7 @@ def preview_job(job: Job, count: int, in_colour: bool) -> Iterator[str]:
     counted, other = ("\033[32m{}\033[0m", "\033[2m{}\033[0m") if in_colour else ("[[{}]]", "{}")
     samples = job_stream(job, source).read(np.arange(count))
     for number, (tokens, targets) in enumerate(zip(samples.tokens.numpy(), samples.targets.numpy(), strict=True)):
-        counts = targets != IGNORE_INDEX
+        counts, targets = targets != IGNORE_INDEX, plain_targets(targets)
         yield f"--- sample {number}: {int(counts.sum())} of {len(tokens)} tokens count"
         borders = sorted({0, *np.flatnonzero(tokens < 0).tolist(), len(tokens)})  # of packed conversations
         for start, stop in zip(borders, borders[1:]):

@@ -181,6 +181,10 @@ class Family:
         """Returns the mean loss of a batch; None: the cross-entropy of the model's logits."""
         return None
 
+    def reference_logits(self, config: Any, model: nn.Module, samples: Any, document_ids: Any = None) -> Tensor:
+        documents = {} if document_ids is None else {"document_ids": document_ids}
+        return model(samples.tokens, ids=samples.ids, **documents)  # type: ignore[no-any-return]
+
     def explain_difference(self, config: Any, layout: Any, kind: str) -> str:
         """Returns a likely cause of a difference that `verify` found first in this kind of quantity, or ""."""
         return ""

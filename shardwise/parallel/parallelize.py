@@ -115,7 +115,7 @@ def parallelize(
     local_positions = None
     if layout.context > 1:
         local_positions = context.local_positions(job.model.length, mesh["context"], layout.context_method).to(device)
-    parts = (job.model, mesh, batch, chains, data, pipeline, param_shards, scale, local_positions, job.data.pack)
+    parts = (job.model, mesh, batch, chains, data, pipeline, param_shards, scale, local_positions, job.is_packed)
     if prepared.tables:
         tables = make_tables(prepared, mesh, precision.master_dtype)
         param_shards += tables.local_shards

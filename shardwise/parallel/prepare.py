@@ -98,12 +98,13 @@ def prepare(job: Job, layout: Layout) -> Prepared:
 def check_refusals(job: Job, layout: Layout) -> None:
     """Raises JobError or LayoutError for a setting that the model family does not support."""
     refused = job.family.refusals(job.model)
+    packing = "data.pack = true" if job.data.pack else f"loss.dpo_beta = {job.loss.dpo_beta:g}"
     settings: list[tuple[str, bool, str, type[UserError]]] = [
         *((axis, getattr(layout, axis) > 1, f"{axis}={getattr(layout, axis)}", LayoutError) for axis in DEGREES),
         ("split_backward", layout.has_split_backward, f"schedule={layout.schedule}", LayoutError),
         ("recompute", layout.recompute != "none", f"recompute={layout.recompute}", LayoutError),
         ("local_sgd", job.local_sgd.every > 1, f"local_sgd.every = {job.local_sgd.every}", LayoutError),
-        ("pack", job.data.pack, "data.pack = true", JobError),
+        ("pack", job.is_packed, packing, JobError),
         ("compile", job.compile is True, "compile = true", JobError),
         (job.precision, True, f"precision = {job.precision!r}", JobError),
     ]

@@ -262,7 +262,8 @@ def export_run(
         if isinstance(error, OSError):
             raise RunError(f"{out} could not be written: {error.strerror}.") from None
         raise
-    yield f"exported: step {export.step} of {run} to {out}, {size / 1e9:.3g} GB in {dtype_name(export.dtype)}."
+    amount = f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
+    yield f"exported: step {export.step} of {run} to {out}, {amount} in {dtype_name(export.dtype)}."
     yield from filter(None, (checked, added))
 
 

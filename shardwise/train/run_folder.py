@@ -166,6 +166,20 @@ class RunFolder:
                 with atomic_write(path) as file:
                     file.write(rest)
 
+    def preferences(self) -> list[list[float]] | None:
+        """Returns how much the first model of a DPO run prefers each chosen answer, by source; None if not kept."""
+        try:
+            return [[float(score) for score in scores] for scores in parse_json(self._preferences.read_bytes())]
+        except (OSError, TypeError, ValueError):
+            return None
+
+    def write_preferences(self, scores: list[list[float]]) -> None:
+        write_text(self._preferences, json.dumps(scores))
+
+    @property
+    def _preferences(self) -> Path:
+        return self.path / "preferences.json"
+
     def skipped_batches(self) -> list[tuple[int, int]]:
         """Returns the skipped batches as (step, count): from this step on, that many batches are skipped."""
         path = self.path / "skips.json"

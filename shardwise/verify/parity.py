@@ -30,6 +30,7 @@ from shardwise.job import Job
 from shardwise.layout import Layout
 from shardwise.models.chain import IGNORE_INDEX
 from shardwise.models.objectives import next_token
+from shardwise.models.preference import mark_rejected
 from shardwise.optim import job_learning_rate, set_learning_rate
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
@@ -135,7 +136,10 @@ class IgnoredTargetsSource(Subset):
 
 
 class PackedSource(IgnoredTargetsSource):
-    """Rows of several documents, of different lengths in each row, as `data.pack` has them."""
+    """Rows of several documents, of different lengths in each row, as `data.pack` has them; as pairs, if there is a
+    beta of DPO."""
+
+    dpo_beta = 0.0
 
     def samples(self, indices: np.ndarray, positions: np.ndarray) -> Samples:
         rows = np.stack([self.read_sample(index) for index in indices.tolist()])
@@ -143,15 +147,21 @@ class PackedSource(IgnoredTargetsSource):
         places = (np.arange(self.length) + 5 * indices[:, None]) % (3 + indices[:, None] % (self.length // 2 + 1))
         is_first = (places == 0) | (np.arange(self.length) == 0)
         targets[:, :-1][is_first[:, 1:]] = IGNORE_INDEX
-        parts = (np.where(is_first, ~tokens, tokens), targets, positions.astype(np.int64))
+        parts = [np.where(is_first, ~tokens, tokens), targets, positions.astype(np.int64)]
+        if self.dpo_beta:  # the first document of a row, and the others
+            is_rejected = np.cumsum(is_first, 1) > 1
+            parts[1] = np.where(is_rejected, mark_rejected(targets), targets)
+            parts.append(np.stack((indices / 3 - 1, np.full(len(indices), self.dpo_beta)), 1))
         return Samples.from_tensors(torch.from_numpy(part) for part in parts)
 
 
 def make_stream(job: Job) -> SampleStream:
     """Returns a stream so short that three steps read more than one epoch."""
     source = synthetic_source(job, max(1, 2 * job.samples - 1))
-    if job.data.pack:
-        return job_stream(job, PackedSource(source, 0, len(source)))
+    if job.is_packed:
+        packed = PackedSource(source, 0, len(source))
+        packed.dpo_beta = job.loss.dpo_beta
+        return job_stream(job, packed)
     has_one_target = job.model.sample_kind != "tokens" or job.model.counts_samples
     return job_stream(job, source if has_one_target else IgnoredTargetsSource(source, 0, len(source)))
 

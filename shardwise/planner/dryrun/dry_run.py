@@ -277,7 +277,8 @@ def _fused_loss(
     """Allocates what the fused loss kernel does: the gradient overwrites the logits."""
     if vocab_shard is not None or padded_logits.dtype == torch.float64:
         return softmax_loss(padded_logits, targets, vocab_shard, vocab)
-    return padded_logits.new_zeros((), dtype=torch.promote_types(padded_logits.dtype, torch.float32)), padded_logits
+    dtype = torch.promote_types(padded_logits.dtype, torch.float32)
+    return padded_logits.new_zeros(len(targets), dtype=dtype), padded_logits
 
 
 softmax_loss = loss.cross_entropy_with_grad
