@@ -32,7 +32,7 @@ from shardwise.train.generate import Sampling, sample_run
 from shardwise.train.loop import TrainingLoop
 from shardwise.train.run_folder import RESUMABLE_KEYS, RunFolder
 from shardwise.verify.command import shrink_model
-from shardwise.workers.heartbeat import read_heartbeats
+from shardwise.workers.diagnosis import read_heartbeats
 
 SMALL = {
     "precision": "float64", "steps": 12,

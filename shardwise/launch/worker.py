@@ -29,7 +29,7 @@ from shardwise.train.local_machine import core_count, host_memory, pick_device
 from shardwise.train.loop import TrainingLoop, make_engine
 from shardwise.train.metrics_processor import StopFlag
 from shardwise.train.run_folder import RunFolder
-from shardwise.workers.heartbeat import Heartbeat
+from shardwise.workers.diagnosis import Heartbeat
 from shardwise.workers.nodes import open_store
 
 GROUP_TIMEOUT = timedelta(minutes=10)

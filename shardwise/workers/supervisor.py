@@ -21,7 +21,7 @@ from typing import Any
 from shardwise.console import format_ranks, pluralize, signal_name
 from shardwise.errors import RunError, ShardwiseError, UserError
 from shardwise.workers import diagnosis
-from shardwise.workers.heartbeat import clear_heartbeats, read_heartbeats
+from shardwise.workers.diagnosis import clear_heartbeats, read_heartbeats
 from shardwise.workers.worker_pool import WorkerGroup, WorkerPool
 
 POLL_SECONDS = 0.1
