@@ -140,10 +140,8 @@ def _read_run(path: Path, parameter_scope: str) -> RunRow:
         records = [record for record in folder.metrics() if isinstance(record.get("loss"), float)]
         done = records[-1].get("step", 0) if records else 0
         if done != last_step:
-            raise DataError(
-                f"{path} is not finished: {done} of {last_step} steps have a finite loss; "
-                f"continue it with `shardwise train --resume {path}`, or omit it."
-            )
+            remedy = f"continue it with `shardwise train --resume {path}`, or omit it"
+            raise DataError(f"{path} is not finished: {done} of {last_step} steps have a finite loss; {remedy}.")
         validations = [event for event in folder.events() if event.get("event") == "validation"]
         measured = [event for event in validations if event.get("step") == last_step][-1:]
         measured = measured or records[-max(1, round(FINAL_LOSS_FRACTION * len(records))) :]

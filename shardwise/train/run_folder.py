@@ -51,6 +51,7 @@ class RunFolder:
         self.errors = path / "errors"
         self.tokenizer = path / "tokenizer.json"
         self.bad_records_path = path / "bad-records.txt"
+        self._preferences = path / "preferences.json"
 
     @classmethod
     def create(cls, job: Job) -> "RunFolder":
@@ -175,10 +176,6 @@ class RunFolder:
 
     def write_preferences(self, scores: list[list[float]]) -> None:
         write_text(self._preferences, json.dumps(scores))
-
-    @property
-    def _preferences(self) -> Path:
-        return self.path / "preferences.json"
 
     def skipped_batches(self) -> list[tuple[int, int]]:
         """Returns the skipped batches as (step, count): from this step on, that many batches are skipped."""

@@ -150,14 +150,12 @@ def in_flight_collectives() -> list[dict[str, Any]]:
         number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
         group, axis = entry["process_group"]
         axis = AXIS_NAMES.get(axis, axis.removeprefix("mesh_"))
-        collectives.append(
-            {
-                "group": group, "axis": axis, "number": number, "is_p2p": entry["is_p2p"],
-                "op": entry["profiling_name"].partition(":")[2] or entry["profiling_name"],
-                "sizes": entry["input_sizes"], "types": entry["input_dtypes"], "thread": entry.get("thread_id"),
-                "completed": entry["retired"] or entry["state"] == "completed", "time": entry["time_created_ns"] / 1e9,
-            }
-        )  # fmt: skip
+        collectives.append({
+            "group": group, "axis": axis, "number": number, "is_p2p": entry["is_p2p"],
+            "op": entry["profiling_name"].partition(":")[2] or entry["profiling_name"],
+            "sizes": entry["input_sizes"], "types": entry["input_dtypes"], "thread": entry.get("thread_id"),
+            "completed": entry["retired"] or entry["state"] == "completed", "time": entry["time_created_ns"] / 1e9,
+        })  # fmt: skip
     return collectives
 
 
