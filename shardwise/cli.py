@@ -13,13 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from typer import Argument, Option
 
-from shardwise import __version__, cli_cluster, cli_models, quick_import
-from shardwise.cli_laws import laws
-from shardwise.cli_options import JobFile, JsonFlag, LayoutOption, Overrides
+from shardwise import __version__, cli_commands, quick_import
+from shardwise.cli_commands import JobFile, JsonFlag, LayoutOption, Overrides
 from shardwise.console import print_line
 from shardwise.errors import EXIT_UNFINISHED, JobError, ShardwiseError
 from shardwise.job import load_job
-from shardwise.watch import command as watch
 
 MAX_OPTIONS = {"seed": 2**63 - 1, "processes": 1000, "budgets": 100, "sizes": 100}  # of all others: a million
 app = typer.Typer(
@@ -27,7 +25,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",  # the rich markup would take "[data]" for a style
     help="Distributed training of PyTorch models in any parallel layout, verified against a single process.",
 )  # fmt: skip
-app.add_typer(laws, name="laws")
+app.add_typer(cli_commands.laws, name="laws")
 
 
 def _show_version(is_requested: bool) -> None:
@@ -247,14 +245,13 @@ def doctor(
     from shardwise.workers.diagnosis import diagnose_run
 
     if preflight:
-        cli_cluster.preflight(run, as_json)
+        cli_commands.preflight(run, as_json)
         return
     for line in diagnose_run(fetch_run(run)):
         print_line(line)
 
 
-_commands: dict[str, Any] = {function.__name__: function for function in (*cli_cluster.COMMANDS, *watch.COMMANDS)}
-for _name, _function in {**_commands, **cli_models.COMMANDS}.items():
+for _name, _function in cli_commands.COMMANDS.items():
     app.command(_name)(_function)
 
 
@@ -290,7 +287,7 @@ def data(
         print_line(encode_source(load_job(job_file, overrides or []).data, out))
         return
     job = load_job(preview_file or job_file, overrides or [])
-    for line in quick_import("shardwise.data.preview").preview_job(job, count, sys.stdout.isatty()):
+    for line in quick_import("shardwise.data.make_sources").preview_job(job, count, sys.stdout.isatty()):
         print_line(line)
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.comm.axis import Axis
+from shardwise.comm.collectives import Axis
 
 
 @dataclass

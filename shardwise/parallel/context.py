@@ -18,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.axis import Axis
-from shardwise.comm.collectives import all_reduce, all_to_all, all_to_all_with_grad
+from shardwise.comm.collectives import Axis, all_reduce, all_to_all, all_to_all_with_grad
 from shardwise.data.sample_stream import Samples
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout

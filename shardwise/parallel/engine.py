@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from shardwise.comm.axis import StepTimer
+from shardwise.comm.collectives import StepTimer
 from shardwise.data.sample_stream import Samples, SampleStream
 from shardwise.job import Job
 from shardwise.layout import BatchSplit

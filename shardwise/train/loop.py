@@ -19,8 +19,7 @@ from shardwise.data.input_files import BadRecords
 from shardwise.data.loader import Loader
 from shardwise.data.sample_stream import Samples, job_stream
 from shardwise.errors import DataError, RunError
-from shardwise.integrity.anomaly_policy import AnomalyPolicy, Rollback
-from shardwise.integrity.corruption_detector import CorruptionDetector
+from shardwise.integrity.detectors import AnomalyPolicy, CorruptionDetector, Rollback
 from shardwise.layout import AUTO_SCHEDULES
 from shardwise.models.lora import AdaptedWeights
 from shardwise.optim import job_learning_rate, set_learning_rate

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shardwise.comm.axis import Axis
-from shardwise.comm.collectives import all_reduce
+from shardwise.comm.collectives import Axis, all_reduce
 from shardwise.data.make_sources import make_sources
 from shardwise.data.sample_stream import Samples, SampleStream, Source, job_stream, rank_positions
 from shardwise.data.tokenizer import Tokenizer

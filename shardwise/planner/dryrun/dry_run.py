@@ -244,7 +244,7 @@ def _record_step(job: Job, layout: Layout, micro_batches: int, fake: bool) -> St
             tracker.mark(states, "host" if job.optimizer.offload else "optimizer")
             before_batch = tracker.now()
             if engine.pipeline is not None:
-                engine.pipeline.schedule.initialize()
+                engine.pipeline.initialize()
             count = micro_batches * engine.batch.micro_batch
             zeros = (torch.zeros(count, *tensor.shape[1:], dtype=tensor.dtype) for tensor in example.tensors)
             samples = Samples.from_tensors(zeros)
