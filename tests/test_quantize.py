@@ -96,7 +96,7 @@ def test_blocks_that_begin_with_the_shard_are_caught(monkeypatch: pytest.MonkeyP
 
 
 def _held(job: Job) -> tuple[float, bool, float, float]:
-    """Returns the bytes of a frozen layer's value, whether the weight is there too, and the losses of engine and reference."""
+    """Returns a frozen layer's bytes per value, whether the weight is there too, and both losses."""
     engine = parallelize(prepare(job, Layout.parse("micro_batch=4")), torch.device("cpu"))
     layer: Any = engine.chains[0].get_submodule("block0.mlp.up")
     stored = (layer.weight_codes.nbytes + layer.weight_scales.nbytes) / (96 * 200)

@@ -47,6 +47,12 @@ def select_attention_backend(backend: str, device: torch.device) -> None:
     torch.backends.cuda.enable_math_sdp(backend == "math")
 
 
+def compile_blocks(chain: Chain, saves_all: bool) -> None:
+    functorch.activation_memory_budget = FULL_ACTIVATION_MEMORY_BUDGET if saves_all else ACTIVATION_MEMORY_BUDGET
+    for block in chain.blocks():
+        block.compile()
+
+
 def drop_frozen(chain: Chain, specs: ParamSpecs, mesh: Mesh) -> Iterator[tuple[nn.Module, ParamShard]]:
     """Makes linear layers keep their frozen weights as codes; yields them, with what their weights were."""
     for name in chain.sharding_plan.quantized & dict(chain.named_parameters()).keys():
@@ -102,11 +108,7 @@ def parallelize(
         chain.pass_sample_ids()
         recompute.apply(chain, layout)
         if job.should_compile(device.type, layout):
-            saves_all = precision.use_fp8 or job.model.lora is not None
-            budget = FULL_ACTIVATION_MEMORY_BUDGET if saves_all else ACTIVATION_MEMORY_BUDGET
-            functorch.activation_memory_budget = budget
-            for block in chain.blocks():
-                block.compile()
+            compile_blocks(chain, saves_all=precision.use_fp8 or job.model.lora is not None)
 
     data = make_data_parallel(chains, layout, mesh, precision, batch, job.gradient, job.seed)
     scale = LossScale(precision, device)
