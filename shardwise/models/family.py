@@ -96,6 +96,12 @@ class Family:
         """Returns the config.json of a Hugging Face folder of this model."""
         raise JobError(f"{config.description} has no form that transformers knows; only its own checkpoints hold it.")
 
+    def has_huggingface_form(self, config: Any) -> bool:
+        try:
+            return bool(self.export_config(config))
+        except JobError:
+            return False
+
     def shrink(self, config: Any) -> Any:
         """Returns a small config of the same family, for `shardwise verify`."""
         return config.model_validate(config.model_dump() | config._shrunk_values() | {"weights": ""})

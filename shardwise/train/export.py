@@ -30,6 +30,7 @@ from shardwise.models.sharding import is_adapter
 from shardwise.train.checkpoint_folder import CheckpointGroup, find_newest_valid
 from shardwise.train.dcp_storage import Index, Pieces, dtype_name, dtype_of, read_index, read_pieces, weight_pieces
 from shardwise.train.local_machine import require_memory
+from shardwise.train.program import PROGRAM, check_program, deployable, write_program
 from shardwise.train.run_folder import RunFolder, copy_tokenizer_files
 from shardwise.train.warm_start import run_weights
 
@@ -63,8 +64,11 @@ class Export:
         return read_index(self.checkpoint)
 
     def write(self, folder: Path, max_file_bytes: int) -> int:
-        """Writes config and weights; returns the bytes of the weights."""
+        """Writes config and weights, or else a program; returns the bytes of the weights."""
         job, source = self.job, self.job.model.pretrained_folder
+        if not job.family.has_huggingface_form(job.model):
+            with torch.no_grad():
+                return write_program(folder, *deployable(job, self.load(self.dtype), self.read, self.dtype))
         config = job.family.export_config(job.model) | {"dtype": dtype_name(self.dtype)}
         write_text(folder / "config.json", json.dumps({**config, "torch_dtype": config["dtype"]}, indent=2) + "\n")
         if source is not None:
@@ -167,6 +171,8 @@ class Export:
     @torch.no_grad()
     def check(self, folder: Path) -> str:
         """Loads the folder with transformers; raises RunError if its logits are not those of the run's model."""
+        if (folder / PROGRAM).exists():
+            return check_program(folder)
         try:
             import transformers
         except ImportError:
