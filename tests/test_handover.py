@@ -138,14 +138,7 @@ def test_images_and_clicks_have_a_column_per_feature(model: dict[str, Any]) -> N
 
 
 PROGRAMS: dict[str, dict[str, Any]] = {
-    "resnet": {
-        "name": "resnet",
-        "stem": "cifar",
-        "depths": [1, 1, 1, 1],
-        "width": 8,
-        "image_size": 16,
-        "num_classes": 5,
-    },
+    "resnet": {"name": "resnet", "stem": "cifar", "depth": 18, "width": 4, "image_size": 16, "num_classes": 5},
     "bert": {"name": "bert", "layers": 2, "width": 16, "heads": 2, "vocab": 61, "sequence": 12},
     "dlrm": {"name": "dlrm", "tables": 3, "rows": [7, 40, 5], "width": 4, "lookups": 2, "bottom": [8], "top": [8]},
 }
