@@ -17,11 +17,12 @@ from shardwise import __version__, cli_commands, quick_import
 from shardwise.cli_commands import JobFile, JsonFlag, LayoutOption, Overrides
 from shardwise.console import print_line
 from shardwise.errors import EXIT_UNFINISHED, JobError, ShardwiseError
-from shardwise.job import load_job
+from shardwise.job import Job, load_job
 
+KEYS = {key for key in Job.model_fields if key not in ("model", "data", "batch", "optimizer", "run")}
 MAX_OPTIONS = {"seed": 2**63 - 1, "processes": 1000, "budgets": 100, "sizes": 100}  # of all others: a million
 app = typer.Typer(
-    name="shardwise", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    name="shardwise", no_args_is_help=True, pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # the rich markup would take "[data]" for a style
     help="Distributed training of PyTorch models in any parallel layout, verified against a single process.",
 )  # fmt: skip
@@ -327,6 +328,10 @@ def main() -> None:
             print("shardwise: not enough memory; use a smaller model or batch, or more ranks.", file=sys.stderr)
             sys.exit(1)
         if hasattr(error, "show") and hasattr(error, "exit_code"):  # a wrong option or argument
-            print(f"shardwise: {error.format_message()}", file=sys.stderr)  # type: ignore[attr-defined]
+            if not (message := error.format_message()):  # the command line was empty, and help is printed
+                sys.exit(0)
+            key = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
+            message = f"No such option: --{key}; it is a key of the job: --set {key}=..." if key in KEYS else message
+            print(f"shardwise: {message}", file=sys.stderr)
             sys.exit(error.exit_code)
         raise

@@ -221,7 +221,7 @@ def drift(
 
 
 COMMANDS: dict[str, Any] = {function.__name__: function for function in (where, submit, sweep, *watch.COMMANDS, sample)}
-COMMANDS |= {"eval": evaluate, "export": export, "merge": merge, "drift": drift}
+COMMANDS |= {"env": where, "eval": evaluate, "export": export, "merge": merge, "drift": drift}
 laws = typer.Typer(
     no_args_is_help=True, rich_markup_mode="markdown",
     help="Scaling laws: choose model size and token count for a compute budget.",

@@ -250,9 +250,13 @@ class Job(ConfigSection):
             raise ValueError('loss.dpo_beta needs data.source = "chat" with pairs of answers, and without data.pack')
         if self.layout != "auto":
             try:
-                Layout.parse(self.layout)
+                layout = Layout.parse(self.layout)
             except LayoutError as error:
                 raise ValueError(str(error)) from None
+            if layout.zero > layout.shard == 1:
+                raise ValueError(
+                    f"layout '{self.layout}': zero={layout.zero} shards over shard=N, which is 1; set shard"
+                )
 
     @property
     def samples(self) -> int:

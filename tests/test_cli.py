@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -51,3 +53,34 @@ def test_layout_is_short_for_a_setting(
     assert asked == [["steps=3", "layout=pipeline=2 tensor=2"]]
     assert call(monkeypatch, "train", "--layout", "pipline=2") == 2
     assert "did you mean 'pipeline'?" in capsys.readouterr().err
+
+
+def test_an_empty_command_line_is_help_and_no_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch) == 0
+    printed = capsys.readouterr()
+    assert "Usage" in printed.out and not printed.err
+
+
+def test_a_job_key_as_an_option_is_told_where_it_goes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, "train", "--steps", "5") == 2
+    assert capsys.readouterr().err == "shardwise: No such option: --steps; it is a key of the job: --set steps=...\n"
+    assert call(monkeypatch, "train", "--layuot", "5") == 2
+    assert "--layout" in capsys.readouterr().err
+
+
+def test_zero_without_shard_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call(monkeypatch, "train", "--set", "layout=zero=3") == 2
+    assert "zero=3 shards over shard=N, which is 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(shell: str) -> None:
+    variables = {"_SHARDWISE_COMPLETE": f"complete_{shell}", "COMP_WORDS": "shardwise tr", "COMP_CWORD": "1",
+                 "_TYPER_COMPLETE_ARGS": "shardwise tr", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}  # fmt: skip
+    command = [sys.executable, "-c", "from shardwise.cli import main; import sys; sys.argv = ['shardwise']; main()"]
+    done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
+    assert "train" in done.stdout and not done.stderr, done
