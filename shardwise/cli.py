@@ -328,7 +328,7 @@ def main() -> None:
             print("shardwise: not enough memory; use a smaller model or batch, or more ranks.", file=sys.stderr)
             sys.exit(1)
         if hasattr(error, "show") and hasattr(error, "exit_code"):  # a wrong option or argument
-            if not (message := error.format_message()):  # the command line was empty, and help is printed
+            if not (message := error.format_message()):  # type: ignore[attr-defined]  # the command line was empty, and help is printed
                 sys.exit(0)
             key = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
             message = f"No such option: --{key}; it is a key of the job: --set {key}=..." if key in KEYS else message

@@ -63,6 +63,8 @@ def make_sources(
     given = SAMPLE_KINDS.get(source, wanted)
     if given != wanted and wanted == "tokens":
         raise DataError(f"data.source = {source!r} has {given}, but model.name = {job.model.name!r} reads tokens.")
+    if job.loss.dpo_beta and source != "chat":
+        raise DataError(f"loss.dpo_beta needs pairs of answers, which data.source = {source!r} has not; use chat.")
     if source == "synthetic":
         return *_synthetic_sources(job), None
     if wanted == "clicks":

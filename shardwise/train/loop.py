@@ -247,14 +247,16 @@ class TrainingLoop:
 
     def _score_pairs(self) -> None:
         """Asks the model that training starts from which answers it prefers; the run keeps what it says."""
-        kept: Any = self.checkpoints.group.on_rank_zero(self.folder.preferences)
-        sources: list[Any] = [source for source in (self.training, self.held_out) if len(source)]
-        if kept is None or [len(scores) for scores in kept] != [len(source) for source in sources]:
+        opened: list[Any] = [self.training, self.held_out, *self.validation_sets.values()]
+        sources = [source for source in opened if len(source) and hasattr(source, "reference")]
+        data = [f"{source.tokens.path.parent.name}: {len(source)}" for source in sources]
+        kept = self.checkpoints.group.on_rank_zero(lambda: self.folder.preferences(data))
+        if kept is None:
             self._set_phase("validating", 0)
             load_start(self.job, self.engine, self.optimizer, self.checkpoints.group)
             kept = [score_pairs(self.engine, self.job, source).tolist() for source in sources]
             if self.is_rank_zero:
-                self.folder.write_preferences(kept)
+                self.folder.write_preferences(data, kept)
         for source, scores in zip(sources, kept, strict=True):
             source.reference = np.array(scores)
 

@@ -167,15 +167,17 @@ class RunFolder:
                 with atomic_write(path) as file:
                     file.write(rest)
 
-    def preferences(self) -> list[list[float]] | None:
-        """Returns how much the first model of a DPO run prefers each chosen answer, by source; None if not kept."""
+    def preferences(self, data: list[str]) -> list[list[float]] | None:
+        """Returns how much the first model of a DPO run prefers each chosen answer, by source; None if that is not kept
+        for this data."""
         try:
-            return [[float(score) for score in scores] for scores in parse_json(self._preferences.read_bytes())]
-        except (OSError, TypeError, ValueError):
+            kept = parse_json(self._preferences.read_bytes())
+            return [[float(score) for score in scores] for scores in kept["scores"]] if kept["data"] == data else None
+        except (OSError, TypeError, ValueError, KeyError):
             return None
 
-    def write_preferences(self, scores: list[list[float]]) -> None:
-        write_text(self._preferences, json.dumps(scores))
+    def write_preferences(self, data: list[str], scores: list[list[float]]) -> None:
+        write_text(self._preferences, json.dumps({"data": data, "scores": scores}))
 
     def skipped_batches(self) -> list[tuple[int, int]]:
         """Returns the skipped batches as (step, count): from this step on, that many batches are skipped."""
