@@ -72,11 +72,12 @@ THINNED = {
 # These run one case of each kind, which is the first word of the case's id: each planted bug once, in one layout.
 ONE_OF_EACH = ("test_caught", "test_the_culprit_is_named")
 
-# Real schedulers, networks, nodes, stores, and a whole tutorial: up to a minute each. `make test-clusters` runs these
-# files and tests, one after the other; so does naming their file.
+# Real schedulers, networks, nodes, stores, a whole tutorial, the wheel, the site: up to a minute each.
+# `make test-clusters` runs these files and tests, one after the other; so does naming their file.
 ON_CLUSTERS = (
     "test_slurm.py", "test_ray.py", "test_submit.py", "test_nodes.py", "test_run_store.py", "test_preflight.py",
-    "test_tutorial_tune.py", "test_every_way_to_start_gives_the_same_losses",
+    "test_tutorial_tune.py", "test_packaging.py", "test_the_site_is_built_whole", "test_pages_in_a_browser",
+    "test_every_way_to_start_gives_the_same_losses",
     "test_the_example_trains_learns_and_goes_on_elsewhere",
     "test_under_torchrun_it_joins_that_world_and_sample_writes_text",
 )  # fmt: skip
