@@ -37,7 +37,7 @@ THINNED = {
     "test_t5_in_any_layout": 4, "test_bert_in_any_layout": 4, "test_resnet_in_any_layout": 4,
     "test_replicas_are_those_of_one_process": 4, "test_layouts_compute_what_one_process_computes": 4,
     "test_training_is_that_of_one_process": 4, "test_sums_are_those_of_one_process": 8, "test_exact": 4,
-    "test_every_example_takes_steps": 4, "test_compiled_blocks": 4,
+    "test_every_example_takes_steps": 4, "test_the_job_trains_when_it_is_tiny": 4, "test_compiled_blocks": 4,
     "test_tier_by_tier": 13, "test_killed_and_resumed_elsewhere": 4, "test_killed_and_resumed_in_place_is_bitwise": 4,
     "test_bf16": 4, "test_a_damaged_file_ends_in_a_sentence": 80,
     "test_zero_1_holds_whole_weights_and_gradients": 4, "test_zero_2_holds_whole_weights_and_pieces_of_gradients": 4,

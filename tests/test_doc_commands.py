@@ -72,6 +72,13 @@ SKIPPED = {
     'shardwise dryrun examples/gpt-1t.toml --layout "pipeline=64 tensor=8 shard=6 micro_batch=1 recompute=full"': (
         "takes a minute; tests/test_dryrun.py runs smaller ones"
     ),
+    **{
+        f"shardwise plan job.toml --cluster {cluster}": "tests/test_peers.py plans the jobs of these pages"
+        for cluster in ("h100 --devices 64", "h100 --devices 8", "a100-80g --devices 1024")
+    },
+    "shardwise train job.toml": "a job for 8 GPUs; tests/test_peers.py trains it when it is tiny",
+    "shardwise submit job.toml --slurm --nodes 8 --gpus-per-node 8": "needs Slurm; tests/test_slurm.py submits",
+    "shardwise submit job.toml --slurm --nodes 128 --gpus-per-node 8": "needs Slurm; tests/test_slurm.py submits",
     "shardwise submit first.toml --slurm --nodes 2": "needs Slurm; tests/test_slurm.py submits",
     "shardwise submit first.toml --ray --nodes 2 --gpus-per-node 8": "needs Ray; tests/test_ray.py submits",
     "shardwise watch runs/0001": "serves until Ctrl-C; tests/test_watch.py asks the server",

@@ -28,10 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "docs" / "demo.svg"
 COLUMNS, ROWS = 80, 20
 # A command, and the step after which Ctrl-C is pressed.
-SCENES = [
-    ("shardwise train", 48),
-    ('shardwise train --resume runs/0001 --set layout="pipeline=2 tensor=2"', None),
-]
+SCENES = [("shardwise train", 48), ('shardwise train --resume runs/0001 --set layout="pipeline=2 tensor=2"', None)]
 LONGEST_PAUSE, SHORTER_PAUSE, TYPING, AFTER_TYPING, AT_THE_END = 0.6, 0.12, 0.04, 0.6, 6.0  # seconds; between steps
 CUT = re.compile(r"step time breakdown.*?(?=to resume:|run folder:)", re.DOTALL)
 PROMPT = "\x1b[32m$\x1b[0m "
