@@ -1,4 +1,4 @@
-"""Tables of other frameworks' keys beside ours: the flags of `tools/peers.toml`, answered by `shardwise/peer_words.toml`.
+"""Tables of other frameworks' keys beside ours: flags of `tools/peers.toml`, answered by `shardwise/peer_words.toml`.
 
 So the pages say what the program says to someone who writes such a key in a job or a layout.
 """
