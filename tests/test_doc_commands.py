@@ -76,6 +76,7 @@ SKIPPED = {
         f"shardwise plan job.toml --cluster {cluster}": "tests/test_peers.py plans the jobs of these pages"
         for cluster in ("h100 --devices 64", "h100 --devices 8", "a100-80g --devices 1024")
     },
+    "shardwise sweep job.toml --over optimizer.lr=1e-4,3e-4,1e-3 --over model.lora.rank=8,32": YOUR_JOB,
     "shardwise train job.toml": "a job for 8 GPUs; tests/test_peers.py trains it when it is tiny",
     "shardwise submit job.toml --slurm --nodes 8 --gpus-per-node 8": "needs Slurm; tests/test_slurm.py submits",
     "shardwise submit job.toml --slurm --nodes 128 --gpus-per-node 8": "needs Slurm; tests/test_slurm.py submits",
