@@ -41,8 +41,9 @@ LINK = re.compile(r"(?<!`)!?\[[^\]]*\]\(([^)\s]+)\)")
 COMMAND = re.compile(r"(?:^|[\s`])shardwise ((?:train|verify|sample|data)(?:\s.*)?)$")
 FILE = re.compile(r"(?:shardwise|tests|benchmarks|tools|docs|examples)/[\w./-]*")
 PARSERS: dict[str, Any] = {
-    "toml": tomllib.loads, "json": json.loads, "jsonl": lambda text: [json.loads(line) for line in text.splitlines()], "python": ast.parse, "yaml": yaml.safe_load,
-    "jinja": jinja2.Environment().parse, "console": str, "text": str, "bash": str, "sh": str,
+    "toml": tomllib.loads, "json": json.loads, "jsonl": lambda text: [*map(json.loads, text.splitlines())],
+    "python": ast.parse, "yaml": yaml.safe_load, "jinja": jinja2.Environment().parse,
+    "console": str, "text": str, "bash": str, "sh": str,
 }  # fmt: skip
 
 
