@@ -96,9 +96,7 @@ def test_the_wheel_trains_in_an_environment_of_its_own(environment: Path, tmp_pa
     assert (
         re.search(r"^step +2/2 ", printed, re.MULTILINE) and (tmp_path / "run" / "report.html").stat().st_size > 50_000
     )
-    assert (
-        "best of" in run(command, "plan", "--cluster", "h100", "--devices", "2", folder=tmp_path, COLUMNS="100") or True
-    )
+    run(command, "plan", "--cluster", "h100", "--devices", "2", folder=tmp_path)  # reads its tables
 
 
 def test_the_wheel_holds_every_file_of_the_package(wheel: Path) -> None:
@@ -128,7 +126,7 @@ def test_one_version_everywhere() -> None:
 
 
 def test_the_image_is_made_of_what_is_there() -> None:
-    """As far as it goes without Docker: known instructions, files and extras that exist, the entry point of the wheel."""
+    """As far as it goes without Docker: known instructions, files and extras that exist, the wheel's entry point."""
     lines = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ").splitlines()
     steps = [line.split(maxsplit=1) for line in lines if line and not line.startswith("#")]
     assert {word for word, _ in steps} <= {"FROM", "ARG", "WORKDIR", "COPY", "RUN", "USER", "ENTRYPOINT", "CMD"}
