@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from test_docs import ROOT, blocks
@@ -200,3 +201,6 @@ def test_the_demo_is_the_one_shown() -> None:
     (layout,) = re.findall(r"^layout: (.*?) \(", demo, re.MULTILINE)
     _print_summary(prepare(job, Layout.parse(layout)), lines.append)
     assert lines and all(line in demo.splitlines() for line in lines), lines
+    drawn = ElementTree.parse(ROOT / "docs" / "demo.svg").getroot()
+    recorded = {"".join(text.itertext()) for text in drawn.iter("{http://www.w3.org/2000/svg}text")}
+    assert all(line in recorded for line in lines), "what is printed has changed: run tools/record.py"

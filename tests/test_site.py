@@ -11,16 +11,17 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from browser import CHROMIUM, Browser
 from test_docs import ROOT
 
 
-def checker() -> Any:
-    spec = importlib.util.spec_from_file_location("check_site", ROOT / "tools" / "check_site.py")
+def tool(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
@@ -57,7 +58,23 @@ def test_the_home_page_leads_to_every_page() -> None:
 def test_loads_from_elsewhere_are_seen(name: str, text: str, is_seen: bool, tmp_path: Path) -> None:
     (tmp_path / "there.png").touch()
     (tmp_path / name).write_text(text)
-    assert bool(list(checker().problems(tmp_path))) == is_seen
+    assert bool(list(tool("check_site").problems(tmp_path))) == is_seen
+
+
+def test_a_recording_is_played_as_a_terminal_shows_it() -> None:
+    record = tool("record")
+    printed = [
+        (0.0, "\x1b[1mbold\x1b[0m & plain\r\nstep 1"),
+        (0.5, "\r\x1b[Kstep 2\r\n" + 81 * "-"),
+        (9.0, "\r\nend\r\n"),
+    ]
+    showings, last, length = record.play([("command", printed)])
+    assert last[1:6] == ['<tspan class="b">bold</tspan> &amp; plain', "step 2", 80 * "-", "-", "end"]
+    assert [one.text for one in showings if one.row == 2] == ["step 1", "step 2"]
+    assert all(0 <= one.begin < one.end <= length for one in showings) and length < 15  # a pause of 8.5 s is cut
+    tail = [(0.0, "a\r\nstep time bre"), (1.0, "akdown\r\n1 2 3\r\nrun folder: x\r\n")]
+    assert "".join(text for _, text in record.shorten(tail)) == "a\r\n...\r\nrun folder: x\r\n"
+    ElementTree.fromstring(record.draw(showings, last, length, "a < b"))
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +95,7 @@ class Quiet(SimpleHTTPRequestHandler):
 
 
 def test_the_site_is_built_whole(site: Path) -> None:
-    assert not list(checker().problems(site))
+    assert not list(tool("check_site").problems(site))
     for page in site.rglob("*.html"):
         shown = re.sub(r"<pre>.*?</pre>|<code>.*?</code>", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
         assert "<p>```" not in shown and not re.search(r"<p>\|.*\| *---", shown), page

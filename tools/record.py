@@ -3,7 +3,7 @@
 The commands of `SCENES` run in a pseudo-terminal of 80 columns, in a folder of their own; what they print is kept with
 its time, played to a screen of `ROWS` rows, and drawn row by row. Pauses are shortened to `LONGEST_PAUSE`, and `...`
 stands for the tables at the end of a run (`CUT`). Whoever prefers reduced motion sees the last screen.
-Run: python tools/record.py
+Run: python tools/record.py [RECORDING.json], which is drawn anew if it exists, and kept otherwise; takes two minutes.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ text {{ font: {FONT}px ui-monospace, SFMono-Regular, Menlo, Consolas, "DejaVu Sa
 
 
 def main() -> None:
-    kept = Path(sys.argv[1]) if len(sys.argv) > 1 else None  # a recording made before, to draw it anew
+    kept = Path(sys.argv[1]) if len(sys.argv) > 1 else None
     if kept and kept.exists():
         scenes = json.loads(kept.read_text(encoding="utf-8"))
     else:
