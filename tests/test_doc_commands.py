@@ -78,6 +78,9 @@ SKIPPED = {
         for cluster in ("h100 --devices 64", "h100 --devices 8", "a100-80g --devices 1024")
     },
     "shardwise sweep job.toml --over optimizer.lr=1e-4,3e-4,1e-3 --over model.lora.rank=8,32": YOUR_JOB,
+    'shardwise verify job.toml --shrink --layout "pipeline=2 shard=2 tensor=2"': "tests/test_peers.py trains these jobs when they are tiny",
+    'shardwise verify job.toml --shrink --layout "shard=2 tensor=2 zero=3"': "tests/test_peers.py trains these jobs when they are tiny",
+    'shardwise verify job.toml --shrink --layout "shard=2 zero=3"': "tests/test_peers.py trains these jobs when they are tiny",
     "shardwise train job.toml": "a job for 8 GPUs; tests/test_peers.py trains it when it is tiny",
     "shardwise submit job.toml --slurm --nodes 8 --gpus-per-node 8": "needs Slurm; tests/test_slurm.py submits",
     "shardwise submit job.toml --slurm --nodes 128 --gpus-per-node 8": "needs Slurm; tests/test_slurm.py submits",
