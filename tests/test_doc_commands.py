@@ -38,6 +38,7 @@ EXACT = ("job:", "layout:", "shardwise:")  # lines whose numbers do not vary
 YOUR_JOB = "a template for the reader's own job; the tutorial runs the same command"
 TRAINS = "trains for more than seconds; tests/test_train.py trains, stops and resumes"
 MEASURES = "measures this machine for a minute, or needs that measurement"
+TINY = "a job for many GPUs; tests/test_peers.py plans it, and trains it when it is tiny"
 FOLDER = "needs a Hugging Face folder; tests/test_weights.py makes some"
 SKIPPED = {
     'shardwise train job.toml --set layout="pipeline=2 tensor=2"': YOUR_JOB,
@@ -74,14 +75,14 @@ SKIPPED = {
         "takes a minute; tests/test_dryrun.py runs smaller ones"
     ),
     **{
-        f"shardwise plan job.toml --cluster {cluster}": "tests/test_peers.py plans the jobs of these pages"
+        f"shardwise plan job.toml --cluster {cluster}": TINY
         for cluster in ("h100 --devices 64", "h100 --devices 8", "a100-80g --devices 1024")
     },
     "shardwise sweep job.toml --over optimizer.lr=1e-4,3e-4,1e-3 --over model.lora.rank=8,32": YOUR_JOB,
-    'shardwise verify job.toml --shrink --layout "pipeline=2 shard=2 tensor=2"': "tests/test_peers.py trains these jobs when they are tiny",
-    'shardwise verify job.toml --shrink --layout "shard=2 tensor=2 zero=3"': "tests/test_peers.py trains these jobs when they are tiny",
-    'shardwise verify job.toml --shrink --layout "shard=2 zero=3"': "tests/test_peers.py trains these jobs when they are tiny",
-    "shardwise train job.toml": "a job for 8 GPUs; tests/test_peers.py trains it when it is tiny",
+    'shardwise verify job.toml --shrink --layout "pipeline=2 shard=2 tensor=2"': TINY,
+    'shardwise verify job.toml --shrink --layout "shard=2 tensor=2 zero=3"': TINY,
+    'shardwise verify job.toml --shrink --layout "shard=2 zero=3"': TINY,
+    "shardwise train job.toml": TINY,
     "shardwise submit job.toml --slurm --nodes 8 --gpus-per-node 8": "needs Slurm; tests/test_slurm.py submits",
     "shardwise submit job.toml --slurm --nodes 128 --gpus-per-node 8": "needs Slurm; tests/test_slurm.py submits",
     "shardwise submit first.toml --slurm --nodes 2": "needs Slurm; tests/test_slurm.py submits",
