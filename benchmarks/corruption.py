@@ -26,7 +26,7 @@ import torch.distributed as dist
 from shardwise.chaos.faulty_worker import Fault, inject_faults, trigger_times
 from shardwise.comm.world import run_world
 from shardwise.data.sample_stream import SampleStream, SyntheticTokens, rank_positions
-from shardwise.integrity.corruption_detector import CorruptionDetector
+from shardwise.integrity.detectors import CorruptionDetector
 from shardwise.job import Job, make_job
 from shardwise.launch.start import launch
 from shardwise.layout import Layout

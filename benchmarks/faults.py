@@ -47,8 +47,8 @@ from shardwise.layout import Layout
 from shardwise.train.loop import TrainingLoop
 from shardwise.train.run_folder import RunFolder
 from shardwise.workers import diagnosis
+from shardwise.workers.diagnosis import read_heartbeats
 from shardwise.workers.fork_server import remove_snapshots
-from shardwise.workers.heartbeat import read_heartbeats
 from shardwise.workers.snapshots import snapshot_key
 
 LAYOUTS = [

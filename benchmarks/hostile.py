@@ -162,7 +162,7 @@ def run(folder: Path, count: int) -> bool:
     from faults import curve, job_of
 
     from shardwise.train.run_folder import RunFolder
-    from shardwise.workers.heartbeat import read_heartbeats
+    from shardwise.workers.diagnosis import read_heartbeats
 
     name, port, layout = f"swhost{os.getpid()}", 29479, "replicate=2 tensor=2"
     disturbed, plain = RunFolder(folder / "disturbed"), RunFolder(folder / "plain")

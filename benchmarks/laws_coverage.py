@@ -17,8 +17,7 @@ from functools import partial
 
 import numpy as np
 
-from shardwise.laws.fit import CONSTANTS, ScalingLaw, fit_as_dict, fit_scaling_law
-from shardwise.laws.runs import Runs
+from shardwise.laws.fit import CONSTANTS, Runs, ScalingLaw, fit_as_dict, fit_scaling_law
 
 TRUE_LAW = ScalingLaw(1.8, 480.0, 2000.0, 0.35, 0.366)
 DESIGNS = {

@@ -35,8 +35,8 @@ from shardwise.layout import Layout
 from shardwise.train import checkpoint
 from shardwise.train.loop import TrainingLoop
 from shardwise.train.run_folder import RunFolder
+from shardwise.workers.diagnosis import Heartbeat
 from shardwise.workers.fork_server import ForkServer
-from shardwise.workers.heartbeat import Heartbeat
 
 MODEL = {"layers": 4, "width": 128, "heads": 4, "vocab": 512, "sequence": 64}
 PHASES = ("detect", "restart", "load", "first step")

@@ -13,13 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from typer import Argument, Option
 
-from shardwise import __version__, cli_cluster, cli_models, quick_import
-from shardwise.cli_laws import laws
-from shardwise.cli_options import JobFile, JsonFlag, LayoutOption, Overrides
+from shardwise import __version__, cli_commands, quick_import
+from shardwise.cli_commands import JobFile, JsonFlag, LayoutOption, Overrides
 from shardwise.console import print_line
 from shardwise.errors import EXIT_UNFINISHED, JobError, ShardwiseError
 from shardwise.job import load_job
-from shardwise.watch import command as watch
 
 MAX_OPTIONS = {"seed": 2**63 - 1, "processes": 1000, "budgets": 100, "sizes": 100}  # of all others: a million
 app = typer.Typer(
@@ -27,7 +25,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",  # the rich markup would take "[data]" for a style
     help="Distributed training of PyTorch models in any parallel layout, verified against a single process.",
 )  # fmt: skip
-app.add_typer(laws, name="laws")
+app.add_typer(cli_commands.laws, name="laws")
 
 
 def _show_version(is_requested: bool) -> None:
@@ -52,7 +50,9 @@ def train(
     cluster: Annotated[str | None, Option(help="Cluster preset or file; short for --set run.cluster=...")] = None,
     processes: Annotated[int | None, Option(min=1, help="Plan the layout for N processes of this machine.")] = None,
     resume: Annotated[Path | None, Option(help="Resume the run in this folder, in any layout.")] = None,
-    continue_run: Annotated[bool, Option("--continue", help="Resume run.folder if it exists.")] = False,
+    continue_run: Annotated[
+        bool, Option("--continue", help="Resume the run in run.folder if there is one; exit with 75 if it is stopped.")
+    ] = False,
     node: Annotated[str | None, Option(metavar="K/N", help="Node K (from 0) of N; auto asks the scheduler.")] = None,
     address: Annotated[str | None, Option(metavar="HOST:PORT", help="Multi-node: address of node 0.")] = None,
     proof: Annotated[bool, Option(help="First verify the layout of a model not built in; --no-proof skips it.")] = True,
@@ -107,7 +107,9 @@ def verify(
     layout: Annotated[list[str] | None, Option(help="Layout; repeatable. Default: the job's, for auto a set.")] = None,
     shrink: Annotated[bool, Option(help="Shrink the model first, to verify large models quickly.")] = False,
     steps: Annotated[int, Option(min=3, help="Number of optimizer steps to compare.")] = 3,
-    against: Annotated[str | None, Option(help="Compare one process with another implementation: hf.")] = None,
+    against: Annotated[
+        str | None, Option(help="Compare one process with another implementation instead: hf, transformers' module.")
+    ] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Verifies that a layout computes the same losses, gradients and weights as a single process."""
@@ -176,7 +178,9 @@ def dryrun(
     job_file: JobFile = None,
     overrides: Overrides = None,
     layout: Annotated[str | None, Option(help="Layout to run; default: the job's layout.")] = None,
-    rank: Annotated[list[int] | None, Option(min=0, help="Rank; repeatable. Default: of four stages.")] = None,
+    rank: Annotated[
+        list[int] | None, Option(min=0, help="Rank; repeatable. Default: of the first, second, middle, last stage.")
+    ] = None,
     every_stage: Annotated[bool, Option("--every-stage", help="Simulate one rank per pipeline position.")] = False,
     as_json: JsonFlag = False,
 ) -> None:
@@ -241,14 +245,13 @@ def doctor(
     from shardwise.workers.diagnosis import diagnose_run
 
     if preflight:
-        cli_cluster.preflight(run, as_json)
+        cli_commands.preflight(run, as_json)
         return
     for line in diagnose_run(fetch_run(run)):
         print_line(line)
 
 
-_commands: dict[str, Any] = {function.__name__: function for function in (*cli_cluster.COMMANDS, *watch.COMMANDS)}
-for _name, _function in {**_commands, **cli_models.COMMANDS}.items():
+for _name, _function in cli_commands.COMMANDS.items():
     app.command(_name)(_function)
 
 
@@ -284,7 +287,7 @@ def data(
         print_line(encode_source(load_job(job_file, overrides or []).data, out))
         return
     job = load_job(preview_file or job_file, overrides or [])
-    for line in quick_import("shardwise.data.preview").preview_job(job, count, sys.stdout.isatty()):
+    for line in quick_import("shardwise.data.make_sources").preview_job(job, count, sys.stdout.isatty()):
         print_line(line)
 
 

@@ -8,7 +8,7 @@ each other key means is in `job_keys.toml`, from which the reference page is mad
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, cast, get_args
 
 import tomli_w
 from pydantic import Field, SerializeAsAny, ValidationError, field_validator
@@ -120,6 +120,7 @@ class LocalSGDConfig(ConfigSection):
 
 class LossConfig(ConfigSection):
     chunk_size: int = Field(0, ge=0, le=10**9)
+    dpo_beta: float = Field(0.0, ge=0.0)
 
 
 class CheckpointConfig(ConfigSection):
@@ -245,6 +246,8 @@ class Job(ConfigSection):
             raise ValueError(f"data.augment applies to images, but {self.model.description} reads none; remove it")
         if self.data.source == "chat" and self.model.document_separator >= 0:
             raise ValueError("model.eod_token_id is for text; with data.source = 'chat' use data.pack instead")
+        if self.loss.dpo_beta and (self.data.source not in ("chat", "synthetic") or self.data.pack):
+            raise ValueError('loss.dpo_beta needs data.source = "chat" with pairs of answers, and without data.pack')
         if self.layout != "auto":
             try:
                 Layout.parse(self.layout)
@@ -257,6 +260,11 @@ class Job(ConfigSection):
         if self.batch.tokens is not None:
             return max(1, self.batch.tokens // self.model.sequence_length)
         return self.batch.samples or 32
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether a sample may hold several conversations; those of DPO hold two."""
+        return self.data.pack or self.loss.dpo_beta > 0
 
     def is_validated_after(self, step: int) -> bool:
         return step == self.total_steps or bool(self.validation.every and step % self.validation.every == 0)
@@ -411,11 +419,13 @@ def _format_problem(problem: Any, family: str) -> str:
 def _suggest_key(location: list[str | int], family: str) -> str:
     """Suggests the key that was probably meant, and says which other model families have this key."""
     *sections, key = map(str, location)
-    if not sections:
-        return suggest(key, Job.model_fields)
-    if sections[0] != "model":
-        section: Any = Job.model_fields[sections[0]].annotation
-        return suggest(key, section.model_fields)
+    in_model = sections[:1] == ["model"]
+    keys: Any = (named_family(family).config if in_model else Job).model_fields
+    for section in sections[in_model:]:
+        kind = keys[section].annotation if section in keys else None
+        keys = next((one.model_fields for one in (kind, *get_args(kind)) if hasattr(one, "model_fields")), keys)
+    suggestion = suggest(key, keys)
     others = [repr(name) for name, other in families().items() if key in other.config.model_fields]
-    suggestion = suggest(key, named_family(family).config.model_fields)
+    if sections != ["model"]:
+        return suggestion
     return f"it is a key of {' and '.join(others)}, not of {family!r}; {suggestion}" if others else suggestion

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.comm.axis import Axis
-from shardwise.comm.collectives import all_reduce, all_reduce_coalesced
+from shardwise.comm.collectives import Axis, all_reduce, all_reduce_coalesced
 from shardwise.data.sample_stream import Samples
 from shardwise.optim.adamw import AdamW
 from shardwise.parallel.data_parallel import SingleProcess

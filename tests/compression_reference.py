@@ -7,19 +7,28 @@ reduces.
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.world import run_world
 from shardwise.data.sample_stream import Samples
 from shardwise.job import Job
 from shardwise.layout import Layout, solve_batch
 from shardwise.models.chain import IGNORE_INDEX, Chain
 from shardwise.random import hash_key, normal_
+from shardwise.verify.parity import VerifyResult, _compare_layout, _run_reference
 from shardwise.verify.reference import GradientHook, loss_sum
 
 RoundTrip = Callable[[Tensor], Tensor]
+
+
+def verify_compressed(job: Job, layout: Layout, steps: int = 3) -> VerifyResult:
+    """Compares a layout with one process that compresses gradients alike."""
+    reference = run_world(_run_reference, 1, job, steps, None, partial(emulate_compression, job, layout, steps))[0]
+    return run_world(_compare_layout, layout.world, job, layout, reference, steps)[0]
 
 
 def emulate_compression(job: Job, layout: Layout, steps: int, model: Any) -> GradientHook:

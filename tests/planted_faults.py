@@ -24,7 +24,7 @@ from shardwise import step as stepping
 from shardwise.chaos import faulty_worker
 from shardwise.chaos.faulty_worker import FaultInjector, wrap
 from shardwise.data.sample_stream import Samples, SampleStream
-from shardwise.integrity.anomaly_policy import Verdict
+from shardwise.integrity.detectors import Verdict
 
 
 def main(arguments: list[str], **options: Any) -> None:

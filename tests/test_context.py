@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from shardwise.comm.axis import Axis
+from shardwise.comm.collectives import Axis
 from shardwise.comm.world import run_world
 from shardwise.errors import LayoutError
 from shardwise.job import Job, make_job

@@ -18,8 +18,8 @@ from test_guard import small_job, train
 from shardwise.chaos.faulty_worker import Fault
 from shardwise.errors import JobError, RunError
 from shardwise.workers import diagnosis
+from shardwise.workers.diagnosis import TERMINATED, Heartbeat, read_heartbeats
 from shardwise.workers.fork_server import ForkServer
-from shardwise.workers.heartbeat import TERMINATED, Heartbeat, read_heartbeats
 
 
 @pytest.mark.parametrize(

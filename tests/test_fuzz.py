@@ -41,8 +41,7 @@ from shardwise.data.token_file import write_token_arrays
 from shardwise.data.tokenizer import train_bpe
 from shardwise.errors import UserError
 from shardwise.job import Job, load_job, make_job
-from shardwise.laws.fit import ScalingLaw, fit_as_dict, fit_scaling_law
-from shardwise.laws.runs import read_csv
+from shardwise.laws.fit import ScalingLaw, fit_as_dict, fit_scaling_law, read_csv
 from shardwise.layout import RECOMPUTE, SCHEDULES, Layout
 from shardwise.models.registry import BUILT_IN
 from shardwise.parallel.prepare import prepare

@@ -13,8 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm import collectives
-from shardwise.comm.axis import Axis
-from shardwise.comm.collectives import all_gather_json
+from shardwise.comm.collectives import Axis, all_gather_json
 from shardwise.comm.world import run_world
 from shardwise.data.make_sources import synthetic_source
 from shardwise.data.sample_stream import SampleStream, rank_positions

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compression_reference import emulate_compression
+from compression_reference import verify_compressed
 from test_train import train
 
 from shardwise.comm.world import run_world
@@ -33,7 +33,7 @@ SUMS = [
 
 @pytest.mark.parametrize(("way", "text"), SUMS)
 def test_sums_are_those_of_one_process(way, text):
-    (record,) = verify(job(way), [Layout.parse(text)], emulate=emulate_compression)
+    record = verify_compressed(job(way), Layout.parse(text))
     assert record.ok, record.describe()
 
 
@@ -113,7 +113,7 @@ def test_debts_that_are_forgotten_are_caught(monkeypatch):
         return right(self, name, rows, numel)
 
     monkeypatch.setattr(gradient_reduction.Compressor, "_encode_with_feedback", careless)
-    (record,) = verify(job("topk:0.1"), [Layout.parse("replicate=2")], emulate=emulate_compression)
+    record = verify_compressed(job("topk:0.1"), Layout.parse("replicate=2"))
     assert record.failure is None and record.first_difference is not None
     assert (record.first_difference.step, record.first_difference.kind) == (2, "gradient")  # the first is plain
 

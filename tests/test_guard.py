@@ -18,7 +18,7 @@ import torch
 from shardwise.chaos.faulty_worker import Fault, inject_faults, trigger_times
 from shardwise.chaos.run import run_chaos
 from shardwise.errors import RunError
-from shardwise.integrity.anomaly_policy import LossSpikeDetector
+from shardwise.integrity.detectors import LossSpikeDetector
 from shardwise.job import Job, make_job
 from shardwise.launch.start import launch
 from shardwise.layout import Layout

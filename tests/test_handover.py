@@ -8,18 +8,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from browser import CHROMIUM, Browser
+from safetensors.torch import load_file, save_file
 from test_docs import ROOT
 from test_eval import TINY, train_run
+from test_train import train
 
 from shardwise.cli import app
+from shardwise.data.criteo import ClickBatch
+from shardwise.data.make_sources import synthetic_source
+from shardwise.data.sample_stream import job_stream
 from shardwise.data.tokenizer import ByteTokenizer
 from shardwise.errors import JobError, RunError, UserError
 from shardwise.export.drift import compare_columns, drift, drift_page, profile_samples, profile_text, read_profile, thin
 from shardwise.export.handover import hand_over
 from shardwise.export.smoke import smoke_test
 from shardwise.job import make_job
+from shardwise.train.export import open_checkpoint
+from shardwise.train.program import TOLERANCE, compare
 from shardwise.train.run_folder import RunFolder
+from shardwise.verify.reference import dlrm_loss
 
 transformers = pytest.importorskip("transformers")
 transformers.utils.logging.disable_progress_bar()
@@ -54,8 +63,6 @@ def test_folder_has_card_proof_profile_and_reference(exported: tuple[RunFolder, 
 
 
 def test_smoke_test_finds_changed_weights(exported: tuple[RunFolder, Path], tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     for file in exported[1].iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     weights = load_file(tmp_path / "model.safetensors")
@@ -128,6 +135,38 @@ def test_images_and_clicks_have_a_column_per_feature(model: dict[str, Any]) -> N
     shifted = {name: {**c, "counts": [sum(c["counts"]), *[0] * (len(c["counts"]) - 1)]} for name, c in shifted.items()}
     found = compare_columns(columns, shifted)
     assert any(one.drifted for one in found) and "label" in drift_page(found, columns, shifted, "x")
+
+
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "resnet": {"name": "resnet", "stem": "cifar", "depth": 18, "width": 4, "image_size": 16, "num_classes": 5},
+    "bert": {"name": "bert", "layers": 2, "width": 16, "heads": 2, "vocab": 61, "sequence": 12},
+    "dlrm": {"name": "dlrm", "tables": 3, "rows": [7, 40, 5], "width": 4, "lookups": 2, "bottom": [8], "top": [8]},
+}
+
+
+@pytest.mark.parametrize("kind", PROGRAMS)
+def test_a_model_that_transformers_does_not_know_becomes_a_program(kind: str, tmp_path: Path) -> None:
+    values = {"model": PROGRAMS[kind], "run": {"folder": str(tmp_path / "run")}, "steps": 2, "precision": "float64"}
+    run = train(make_job({**values, "batch": {"samples": 4}, "data": {"source": "synthetic"}}), "shard=2 zero=1")
+    told = list(hand_over(run.path, tmp_path / "out", "", "float64", 10**9, True, False, []))
+    assert "a fresh process loads model.pt2" in told[1] and not (tmp_path / "out" / "MLmodel").exists()
+    assert "library_name: pytorch" in (tmp_path / "out" / "README.md").read_text()
+    job, saved = run.job(), open_checkpoint(run, dtype=torch.float64)
+    samples = job_stream(job, synthetic_source(job, 5)).read(np.arange(5))
+    program, model = torch.export.load(tmp_path / "out" / "model.pt2").module(), saved.load(torch.float64)
+    if kind == "dlrm":
+        batch = ClickBatch.unpack(samples, job.model)
+        logits = program(batch.dense_features, batch.sparse_ids, batch.weights)
+        tables = {f"table{n}": torch.empty(rows, 4, device="meta") for n, rows in enumerate((7, 40, 5))}
+        expected = dlrm_loss(job, model, list(saved.read(tables).values()), samples)
+        found = F.binary_cross_entropy_with_logits(logits, batch.labels.double())
+    else:
+        found = program(samples.tokens.double() if kind == "resnet" else samples.tokens)
+        expected = model(samples.tokens, ids=samples.ids).squeeze(1)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    tensors = load_file(tmp_path / "out" / "reference.safetensors")
+    save_file({**tensors, "output": tensors["output"] * 1.001}, tmp_path / "out" / "reference.safetensors")
+    assert compare(tmp_path / "out") > TOLERANCE
 
 
 def test_thin_keeps_rows_of_the_whole() -> None:

@@ -145,7 +145,7 @@ for info in pkgutil.walk_packages(shardwise.__path__, "shardwise."):
 after = snapshot()
 changed = [name for name, value in before.items() if after.get(name) != value]
 assert not changed, changed
-from shardwise.comm.axis import StepTimer
+from shardwise.comm.collectives import StepTimer
 timers = [f"{name}.{key}" for name, module in list(sys.modules.items()) if name.startswith("shardwise")
           for key, value in vars(module).items() if isinstance(value, StepTimer)]
 assert not timers, timers

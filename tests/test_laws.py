@@ -14,28 +14,31 @@ from test_cli import call
 
 from shardwise.errors import DataError, JobError
 from shardwise.job import load_job
-from shardwise.laws.fit import (
-    CONSTANTS,
-    ScalingLaw,
-    ScalingLawFit,
-    best_fit,
-    bootstrap,
-    fit_as_dict,
-    fit_scaling_law,
-    parse_fitted_law,
-    published_law,
-    read_fitted_law,
-)
-from shardwise.laws.isoflop_grid import (
+from shardwise.laws.budget import (
     batch_size_for_budget,
     design_grid,
     make_template,
     model_of_size,
     parse_budget,
+    recommend,
+    recommend_with_plan,
     write_grid,
 )
-from shardwise.laws.recommend import recommend, recommend_with_plan
-from shardwise.laws.runs import Runs, count_parameters, read_runs
+from shardwise.laws.fit import (
+    CONSTANTS,
+    Runs,
+    ScalingLaw,
+    ScalingLawFit,
+    best_fit,
+    bootstrap,
+    count_parameters,
+    fit_as_dict,
+    fit_scaling_law,
+    parse_fitted_law,
+    published_law,
+    read_fitted_law,
+    read_runs,
+)
 from shardwise.planner.costs.model_shape import shape_of
 
 ROOT = Path(__file__).parent.parent

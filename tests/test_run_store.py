@@ -29,7 +29,7 @@ from shardwise.train.checkpoint_folder import DamagedCheckpoint, list_checkpoint
 from shardwise.train.run_folder import RunFolder
 from shardwise.train.run_store import RunStore, local_folder
 from shardwise.train.run_uploader import RunUploader
-from shardwise.workers.heartbeat import read_heartbeats
+from shardwise.workers.diagnosis import read_heartbeats
 from shardwise.workers.run_owner import own_run
 
 PORT = 29473

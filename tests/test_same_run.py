@@ -35,7 +35,7 @@ from shardwise.parallel.prepare import prepare
 from shardwise.train.loop import TrainingLoop
 from shardwise.train.run_folder import RunFolder, check_none_lost
 from shardwise.workers import run_owner
-from shardwise.workers.heartbeat import read_heartbeats
+from shardwise.workers.diagnosis import read_heartbeats
 from shardwise.workers.run_owner import own_run
 
 JOB_TOML = """

@@ -7,27 +7,13 @@ from pathlib import Path
 
 import pytest
 from test_cli import call
+from test_train import JOB_TOML
 
 from shardwise.errors import JobError
 from shardwise.launch import sweep
 from shardwise.launch.sweep import make_trials, run_sweep, rungs
 
-JOB = """
-steps = 8
-precision = "float64"
-[model]
-layers = 1
-width = 16
-heads = 2
-vocab = 61
-sequence = 8
-[data]
-source = "synthetic"
-[batch]
-samples = 2
-[validation]
-samples = 2
-"""
+JOB = JOB_TOML.replace('layout = "shard=2"', "steps = 8") + "[validation]\nsamples = 2\n"
 
 
 def test_how_often_runs_are_halved():

@@ -21,7 +21,7 @@ import torch
 from shardwise.comm.world import run_world
 from shardwise.data.token_file import write_token_arrays
 from shardwise.errors import DataError, JobError, RunError
-from shardwise.integrity.anomaly_policy import Verdict
+from shardwise.integrity.detectors import Verdict
 from shardwise.job import BatchConfig, Job, load_job, make_job
 from shardwise.launch.start import start_training, summarize
 from shardwise.layout import Layout
@@ -32,7 +32,7 @@ from shardwise.train.generate import Sampling, sample_run
 from shardwise.train.loop import TrainingLoop
 from shardwise.train.run_folder import RESUMABLE_KEYS, RunFolder
 from shardwise.verify.command import shrink_model
-from shardwise.workers.heartbeat import read_heartbeats
+from shardwise.workers.diagnosis import read_heartbeats
 
 SMALL = {
     "precision": "float64", "steps": 12,

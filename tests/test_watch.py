@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from shardwise.cli import app
 from shardwise.comm import host_staged
-from shardwise.comm.axis import StepTimer
+from shardwise.comm.collectives import StepTimer
 from shardwise.comm.world import run_world
 from shardwise.data.sample_stream import SampleStream
 from shardwise.errors import JobError
@@ -38,7 +38,7 @@ from shardwise.train.run_folder import RunFolder
 from shardwise.watch.page_data import page_data, pipeline_data, seconds_by_rank
 from shardwise.watch.report_page import render_page, write_report
 from shardwise.watch.run_data import TIME_CATEGORIES, RunData, goodput
-from shardwise.watch.serve import LOADERS, RunRegistry, make_server
+from shardwise.watch.serve import RunRegistry, _load, make_server
 
 SMALL = {
     "steps": 8, "model": {"layers": 2, "width": 32, "heads": 2, "vocab": 61, "sequence": 16},
@@ -318,16 +318,16 @@ def test_the_list_of_runs_reads_only_what_has_changed(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     for number in range(30):
         write_run(tmp_path / "runs" / f"{number:04d}", [step(1, 1.0)], [{"time": 1.0, "event": "finished"}])
-    registry, read = RunRegistry(None), []
-    loaders = {name: lambda path, load=load: (read.append(path), load(path))[1] for name, load in LOADERS.items()}
-    monkeypatch.setattr("shardwise.watch.serve.LOADERS", loaders)
-    first = registry.list_runs()
-    assert len(first) == 30 and len(read) == 90 and first[0]["step"] == "1 of 8" and first[0]["status"] == "finished"
-    read.clear()
-    assert registry.list_runs() == first and not read
+    registry = RunRegistry(None)
+    _load.cache_clear()
+    first, count_read = registry.list_runs(), lambda: _load.cache_info().misses
+    assert len(first) == 30 and count_read() == 90
+    assert first[0]["step"] == "1 of 8" and first[0]["status"] == "finished"
+    assert registry.list_runs() == first and count_read() == 90
     with (tmp_path / "runs/0007/metrics.jsonl").open("a") as file:
         file.write(json.dumps(step(2, 2.0)) + '\n{"step": 3, "lo')
-    assert [row["step"] for row in registry.list_runs()[6:9]] == ["1 of 8", "2 of 8", "1 of 8"] and len(read) == 1
+    assert [row["step"] for row in registry.list_runs()[6:9]] == ["1 of 8", "2 of 8", "1 of 8"]
+    assert count_read() == 91
     monkeypatch.setattr("shardwise.watch.serve.LIST_SECONDS", 0.0)
     assert RunRegistry(None).list_runs()[0]["status"] == "not read yet"
 

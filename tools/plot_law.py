@@ -18,8 +18,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
 import draw  # noqa: E402
 
-from shardwise.laws.fit import ScalingLawFit, fit_scaling_law, residuals  # noqa: E402
-from shardwise.laws.runs import Runs, read_runs  # noqa: E402
+from shardwise.laws.fit import Runs, ScalingLawFit, fit_scaling_law, read_runs, residuals  # noqa: E402
 
 SAME_BUDGET_RATIO = 1.2  # runs whose FLOPs are within this factor share a budget
 

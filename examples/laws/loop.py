@@ -19,11 +19,8 @@ from pathlib import Path
 
 from shardwise.errors import DataError
 from shardwise.files import write_text
-from shardwise.laws.command import fit_lines
-from shardwise.laws.fit import fit_as_dict, fit_scaling_law, parse_fitted_law
-from shardwise.laws.isoflop_grid import design_grid, write_grid
-from shardwise.laws.recommend import prediction_interval
-from shardwise.laws.runs import read_runs
+from shardwise.laws.budget import design_grid, prediction_interval, write_grid
+from shardwise.laws.fit import fit_as_dict, fit_lines, fit_scaling_law, parse_fitted_law, read_runs
 
 GRID = {"low": 5e10, "high": 3e11, "budgets": 3, "sizes": 4, "spread": 2.0}
 LARGEST = 9e11

@@ -245,8 +245,9 @@ class ModuleChain(Chain):
         return self
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
-        """Allocates parameters; buffers keep their values."""
-        buffers = [(part, name, b) for part in self.modules() for name, b in part._buffers.items() if b is not None]
+        """Allocates parameters; buffers keep their values, if they have any."""
+        named = [(part, name, buffer) for part in self.modules() for name, buffer in part._buffers.items()]
+        buffers = [(part, name, buffer) for part, name, buffer in named if buffer is not None and not buffer.is_meta]
         super().to_empty(device=device)
         for part, name, buffer in buffers:
             part._buffers[name] = buffer.to(device)
@@ -305,7 +306,7 @@ class ModuleChain(Chain):
         dtype = self.compute_dtype
         leaves = [leaf.to(dtype) if dtype and leaf.is_floating_point() else leaf for leaf in leaves]
         self.state.update(ids=ids, stream=x if self.parts[0] else None)
-        SPLIT.document_ids = extra_inputs.get("document_ids")
+        SPLIT.document_ids, SPLIT.preference = extra_inputs.get("document_ids"), extra_inputs.get("preference")
         try:
             with KeepFloat64() if dtype is torch.float64 else nullcontext():
                 measured: dict[str, float] | None = None if self.training else {}
@@ -323,7 +324,7 @@ class ModuleChain(Chain):
                 f"tensor_plan: shapes do not fit in {where}; check its style and those around it."
             ) from error
         finally:
-            SPLIT.document_ids = None
+            SPLIT.document_ids = SPLIT.preference = None
         if self.anatomy.reads_values:
             loss = _EveryGradient.apply(loss, *(p for p in self.root.parameters() if p.requires_grad))
         if self.task.count is None:

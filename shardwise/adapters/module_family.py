@@ -36,6 +36,7 @@ from shardwise.models.config import ModelConfig
 from shardwise.models.family import Family
 from shardwise.models.layers import Linear
 from shardwise.models.operator_costs import OperatorCosts
+from shardwise.models.quantize import round_quantized
 from shardwise.models.registry import family_of
 from shardwise.models.sharding import ShardingPlan
 from shardwise.models.trace import trace_family, trace_module
@@ -285,10 +286,23 @@ class ModuleFamily(Family):
         module = module.to(dtype).train()
         if config.lora is not None:
             lora.add_initialized(module, config.lora, meta_chain(config), seed)
+        round_quantized(module, meta_chain(config).sharding_plan)
         return module
 
     def reference_loss(self, config: Any, module: nn.Module, samples: Any, document_ids: Any = None) -> Tensor:
         """Returns the loss of a batch, as a mean over its targets."""
+        task = self.task(config)
+        loss = self._call_reference(partial(task.call, module), config, module, samples, document_ids)
+        return loss if task.count is None else loss / samples.num_targets
+
+    def reference_logits(self, config: Any, module: nn.Module, samples: Any, document_ids: Any = None) -> Tensor:
+        inputs: Any = self.task(config).inputs
+        call = lambda batch: module(**inputs(batch)).logits  # noqa: E731
+        return self._call_reference(call, config, module, samples, document_ids)
+
+    def _call_reference(
+        self, call: Callable[[Any], Tensor], config: Any, module: nn.Module, samples: Any, document_ids: Any
+    ) -> Tensor:  # fmt: skip
         task = self.task(config)
         module.__dict__["shardwise_state"]["ids"] = samples.ids
         leaves = list(samples.inputs or (samples.tokens, samples.targets))
@@ -297,9 +311,10 @@ class ModuleFamily(Family):
         leaves = [leaf.to(dtype) if leaf.is_floating_point() else leaf for leaf in leaves]
         with KeepFloat64() if dtype is torch.float64 else torch.enable_grad():
             SPLIT.document_ids = document_ids
-            loss = task.call(module, tree_unflatten(leaves, spec))
-            SPLIT.document_ids = None
-        return loss if task.count is None else loss / samples.num_targets
+            try:
+                return call(tree_unflatten(leaves, spec))
+            finally:
+                SPLIT.document_ids = None
 
     def explain_difference(self, config: Any, layout: Any, kind: str) -> str:
         if layout.context > 1:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.comm.axis import Axis
+from shardwise.comm.collectives import Axis
 
 
 @dataclass
@@ -25,6 +25,7 @@ class SplitSequence:
     attention_fn: Callable[..., Tensor] | None = None
     document_ids: Tensor | None = None
     """The document of each token of the whole sequence (B, S), in a forward whose samples hold several."""
+    preference: Tensor | None = None  # in a forward whose samples are pairs of answers
     calls: int = 0  # how often our attention was called
     heads: int = 1  # number of heads in the last call
 

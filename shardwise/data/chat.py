@@ -3,12 +3,14 @@
     messages        a list of {"role": "user", "content": "..."}
     conversations   ShareGPT's form: a list of {"from": "human", "value": "..."}; `system` may stand beside it
     prompt          with `completion`: texts of the user and of the assistant, or lists of messages
+    chosen          with `rejected`: two answers to `prompt`, texts or lists of messages, or two whole conversations
 
 Encoded conversations lie one after another in a token file, whose values are twice the token, plus one if the token
 counts towards the loss. A sample is a row of `length` positions: the conversations in it, without their last tokens,
 which predict nothing, then padding. Which of them share a row depends on their lengths alone, so sample order stays a
 matter of the seed, whatever the layout. In a packed row, the first token t of each conversation, and of the padding, is
-stored as -1 - t; document ids are made of that on the device (`Samples.with_packed_ids`).
+stored as -1 - t; document ids are made of that on the device (`Samples.with_packed_ids`). Of a pair of answers, both
+conversations are in one row, and the last message counts (`shardwise.models.preference`).
 """
 
 from bisect import bisect_left, insort
@@ -31,9 +33,28 @@ from shardwise.data.tokenizer import Tokenizer
 from shardwise.errors import DataError, shorten
 from shardwise.job import DataConfig
 from shardwise.models.chain import IGNORE_INDEX
+from shardwise.models.preference import mark_rejected
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", "function_call": "assistant"}
+
+
+def parse_pair(record: dict[str, Any]) -> list[tuple[Messages, Any]]:
+    """Returns the chosen and the rejected conversation of a row."""
+    if "chosen" not in record or "rejected" not in record:
+        raise DataError("loss.dpo_beta needs rows with a chosen and a rejected answer, and this one has not both.")
+    rest = {key: value for key, value in record.items() if key not in ("prompt", "chosen", "rejected")}
+    conversations = []
+    for answer in (record["chosen"], record["rejected"]):
+        first = answer[0] if isinstance(answer, list) and answer and isinstance(answer[0], dict) else {}
+        is_whole = first.get("role", first.get("from", "assistant")) not in ("assistant", "gpt")
+        if not is_whole and "prompt" not in record:
+            raise DataError("the row has a chosen and a rejected answer, but no prompt; fix or drop it.")
+        row = {"messages": answer} if is_whole else {"prompt": record["prompt"], "completion": answer}
+        conversations.append(parse_conversation({**rest, **row}))
+        if conversations[-1][0][-1]["role"] != "assistant":
+            raise DataError("an answer must end with a message of the assistant; fix or drop it.")
+    return conversations
 
 
 def parse_conversation(record: dict[str, Any]) -> tuple[Messages, Any]:
@@ -45,6 +66,8 @@ def parse_conversation(record: dict[str, Any]) -> tuple[Messages, Any]:
         given = [message for messages in as_messages for message in messages]
     if given is None:
         keys = shorten(", ".join(map(str, record)))
+        if "chosen" in record and "rejected" in record:
+            raise DataError("the row has a chosen and a rejected answer; set loss.dpo_beta to learn from both.")
         raise DataError(f"the row has the keys {keys}; it needs messages, conversations, or prompt and completion.")
     if not isinstance(given, list) or not given or not all(isinstance(message, dict) for message in given):
         raise DataError("its messages must be a list of objects, each with a role and a content; fix or drop it.")
@@ -68,49 +91,57 @@ def _parse_message(message: dict[str, Any], number: int) -> dict[str, Any]:
 
 
 def read_conversations(
-    files: Sequence[DataFile], bad_records: BadRecords, use: Callable[[Messages, Any], Any]
+    files: Sequence[DataFile], bad_records: BadRecords, use: Callable[[Messages, Any], Any], pairs: bool = False
 ) -> Iterator[tuple[str, Any]]:
-    """Yields where each conversation stands, and what `use` makes of its messages and tools."""
+    """Yields where each conversation stands, and what `use` makes of its messages and tools. `pairs`: whether each row
+    has two conversations."""
     for file in files:
         with file.open() as lines:
             for number, line in enumerate(lines, start=1):
                 where = f"{file.path}, line {number}"
                 try:
                     if line.strip():
-                        yield where, use(*parse_conversation(parse_object(line)))
+                        row = parse_object(line)
+                        used = [use(*parsed) for parsed in (parse_pair(row) if pairs else [parse_conversation(row)])]
+                        yield from ((where, one) for one in used)
                 except DataError as error:
                     bad_records.report(DataError(f"{where}: {error}"))
 
 
 def read_samples(
-    data: DataConfig, files: Sequence[DataFile], template: ChatTemplate, bad_records: BadRecords
+    data: DataConfig, files: Sequence[DataFile], template: ChatTemplate, bad_records: BadRecords, pairs: bool
 ) -> Iterator[tuple[str, str, list[Span]]]:
     """Yields where each sample stands, its text, and which parts of that count towards the loss."""
-    mark = partial(template.mark, train_on=data.train_on)
-    for where, samples in read_conversations(files, bad_records, mark):
+    mark = partial(template.mark, train_on="last" if pairs else data.train_on)
+    for where, samples in read_conversations(files, bad_records, mark, pairs):
         yield from ((where, text, spans) for text, spans in samples)
 
 
 def encode_chats(
     data: DataConfig, files: Sequence[DataFile], tokenizer: Tokenizer, template: ChatTemplate, folder: Path,
-    bad_records: BadRecords,
+    bad_records: BadRecords, pairs: bool,
 ) -> None:  # fmt: skip
     """Writes the conversations of some files into `folder`: their tokens, and their lengths."""
     lengths: list[int] = []
+    together = 1 + pairs
 
     def arrays() -> Iterator[np.ndarray]:
-        samples = read_samples(data, files, template, bad_records)
+        samples = read_samples(data, files, template, bad_records, pairs)
         while batch := list(islice(samples, 1000)):
-            encoded = tokenizer.encode_chat([text for _, text, _ in batch])
-            for (where, _, spans), (ids, first, last) in zip(batch, encoded, strict=True):
+            values = []
+            for (_, _, spans), (ids, first, last) in zip(batch, tokenizer.encode_chat([text for _, text, _ in batch])):
                 counts = np.zeros(len(ids), bool)
                 for start, stop in spans:
                     counts |= (first < stop) & (last > start)
-                if counts[1:].any():
-                    lengths.append(len(ids))
-                    yield 2 * ids.astype(np.int64) + counts
+                values.append(2 * ids.astype(np.int64) + counts)
+            for place in range(0, len(values), together):
+                row = values[place : place + together]
+                if all((conversation[1:] % 2).any() for conversation in row):
+                    lengths.extend(map(len, row))
+                    yield from row
                 else:
-                    bad_records.report(DataError(f"{where}: no token of the conversation counts; fix or drop it."))
+                    problem = "no token of the conversation counts; fix or drop it."
+                    bad_records.report(DataError(f"{batch[place][0]}: {problem}"))
         if not lengths:
             raise DataError(f"data.path = {data.path!r} has no conversations; each line of a file must be one.")
 
@@ -118,9 +149,10 @@ def encode_chats(
     write_token_arrays(folder / "lengths.bin", [np.array(lengths)], max(lengths) + 1)
 
 
-def open_chats(folder: Path, length: int, truncate: str) -> tuple[TokenFile, np.ndarray, str]:
+def open_chats(folder: Path, length: int, truncate: str, pairs: bool) -> tuple[TokenFile, np.ndarray, str]:
     """Returns encoded conversations: their tokens; the first and last (exclusive) of each (conversations, 2), cut to
-    `length` + 1; and a summary."""
+    `length` + 1, of a pair to half of it; and a summary."""
+    length //= 1 + pairs
     tokens, lengths = open_token_file(folder / "tokens.bin"), open_token_file(folder / "lengths.bin")
     sizes = lengths.read(0, lengths.count)
     stops = np.cumsum(sizes)
@@ -132,6 +164,8 @@ def open_chats(folder: Path, length: int, truncate: str) -> tuple[TokenFile, np.
     is_kept = ~is_long if truncate == "drop" else np.ones(len(sizes), bool)
     for number in np.flatnonzero(is_long & is_kept).tolist():  # what is left of it may be questions only
         is_kept[number] = (tokens.read(starts[number] + 1, stops[number]) % 2).any()
+    if pairs:
+        is_kept = is_kept.reshape(-1, 2).all(1).repeat(2)
     cut, dropped = int((is_long & is_kept).sum()), int((~is_kept).sum())
     why = "longer than" if truncate == "drop" else "with nothing that counts within"
     changes = f", {cut} cut at the {truncate}" if cut else ""
@@ -147,14 +181,20 @@ class ChatRows(CountedSource):
 
     summary = tokenizer_config = ""  # `tokenizer_config.json`: the chat template, which the run keeps
 
-    def __init__(self, tokens: TokenFile, extents: np.ndarray, length: int, pad_id: int, packed: bool):
-        self.tokens, self.extents, self.packed = tokens, extents, packed
+    def __init__(
+        self, tokens: TokenFile, extents: np.ndarray, length: int, pad_id: int, packed: bool, dpo_beta: float = 0.0
+    ):  # fmt: skip
+        """`dpo_beta`: of pairs of answers, which share a row; 0: there are none."""
+        self.tokens, self.extents, self.packed, self.dpo_beta = tokens, extents, packed or dpo_beta > 0, dpo_beta
         self.length, self.vocab, self.pad_id = length, tokens.vocab // 2, pad_id
         sizes = (extents[:, 1] - extents[:, 0] - 1).tolist()
-        rows = pack(sizes, length) if packed else [[number] for number in range(len(sizes))]
+        together = 1 + (dpo_beta > 0)
+        separate = [[*range(number, number + together)] for number in range(0, len(sizes), together)]
+        rows = pack(sizes, length) if packed else separate
         self.order = np.array([number for row in rows for number in row], np.int64)
         self.ends = np.cumsum([0, *map(len, rows)])
         self.count, self.filled = len(rows), sum(sizes) / max(1, len(rows) * length)
+        self.reference = np.zeros(self.count)  # of pairs: how much the first model prefers the chosen answer
 
     def read_row(self, index: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns the tokens of a row, their targets, and which of the tokens are first in a conversation."""
@@ -165,6 +205,8 @@ class ChatRows(CountedSource):
             is_first[place], end = True, place + len(values) - 1
             tokens[place:end] = values[:-1] >> 1
             targets[place:end] = np.where(values[1:] & 1, values[1:] >> 1, IGNORE_INDEX)
+            if self.dpo_beta and place:
+                targets[place:end] = mark_rejected(targets[place:end])
             place = end
         is_first[place : place + 1] = True  # of the padding
         return tokens, targets, is_first
@@ -174,7 +216,9 @@ class ChatRows(CountedSource):
 
     def samples(self, indices: np.ndarray, positions: np.ndarray) -> Samples:
         tokens, targets, is_first = map(np.stack, zip(*map(self.read_row, indices.tolist()), strict=True))
-        parts = (np.where(is_first & self.packed, ~tokens, tokens), targets, positions.astype(np.int64))
+        parts = [np.where(is_first & self.packed, ~tokens, tokens), targets, positions.astype(np.int64)]
+        if self.dpo_beta:
+            parts.append(np.stack((self.reference[indices], np.full(len(indices), self.dpo_beta)), 1))
         return Samples.from_tensors(torch.from_numpy(part) for part in parts)
 
 

@@ -13,25 +13,29 @@ slower.
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, cast
+
+import numpy as np
 
 from shardwise.console import pluralize
 from shardwise.data import chat, criteo
 from shardwise.data.chat_template import CHATML_TOKENS, load_template
 from shardwise.data.images import IMAGE_SIZE, NUM_CLASSES, ImageAugmentation, SyntheticImages, open_cifar10
 from shardwise.data.input_files import BadRecords, DataFile, DataRecord
-from shardwise.data.sample_stream import Mixture, Source, Subset, SyntheticTokens
+from shardwise.data.sample_stream import Mixture, Source, Subset, SyntheticTokens, job_stream
 from shardwise.data.text import describe_source, encode_files, find_files, load_or_train_tokenizer
 from shardwise.data.token_file import RAW_DTYPES, TokenFile, TokenWindows, open_raw_token_file, open_token_file
 from shardwise.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, parse_bpe_size, tokenizer_fingerprint
 from shardwise.errors import DataError
 from shardwise.files import cache_folder, file_lock, parse_json, write_text
 from shardwise.job import DataConfig, Job
+from shardwise.models.chain import IGNORE_INDEX
 from shardwise.models.objectives import next_token
+from shardwise.models.preference import plain_targets
 from shardwise.object_store import local_copy, parse_url
 
 CACHE_VERSION = 2  # increment this when the same files would encode to different tokens, which invalidates old caches
@@ -259,7 +263,7 @@ def _open_or_encode(
 
 
 def _chat_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataRecord) -> Sources:
-    data, length = job.data, job.model.text_window
+    data, length, pairs = job.data, job.model.text_window, job.loss.dpo_beta > 0
     if job.family.objective(job.model, job.seed) is not next_token:
         raise DataError(f"data.source = 'chat' is for models that predict the next token, not {job.model.description}.")
     if parse_bpe_size(data.tokenizer):
@@ -270,12 +274,16 @@ def _chat_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataRe
     template = load_template(data.chat_template, data.tokenizer, has_chatml_tokens or data.tokenizer == "bytes")
     if data.chat_template:
         record.take([Path(data.chat_template).expanduser()])
-    folder = cache / _cache_key(data, files, data.train_on, data.on_bad_record, template.as_tokenizer_config())
-    new, open_files = BadRecords(bad_records.skip), partial(chat.open_chats, folder, length, data.truncate)
-    encode = partial(chat.encode_chats, data, files, tokenizer, template, folder, new)
+    train_on = "pairs" if pairs else data.train_on
+    folder = cache / _cache_key(data, files, train_on, data.on_bad_record, template.as_tokenizer_config())
+    new, open_files = BadRecords(bad_records.skip), partial(chat.open_chats, folder, length, data.truncate, pairs)
+    encode = partial(chat.encode_chats, data, files, tokenizer, template, folder, new, pairs)
     tokens, extents, summary = _open_or_encode(folder, open_files, encode, bad_records, new)
-    first_held_out = len(extents) - _num_held_out(len(extents), data.validation_fraction)
-    rows = partial(chat.ChatRows, tokens, length=length, pad_id=tokenizer.eos_id, packed=data.pack)
+    together = 1 + pairs
+    first_held_out = len(extents) - together * _num_held_out(len(extents) // together, data.validation_fraction)
+    rows = partial(
+        chat.ChatRows, tokens, length=length, pad_id=tokenizer.eos_id, packed=data.pack, dpo_beta=job.loss.dpo_beta
+    )
     training, held_out = rows(extents[:first_held_out]), rows(extents[first_held_out:])
     training.tokenizer_config = template.as_tokenizer_config()
     training.summary = f"{summary}; {pluralize(len(training), 'sample')} for training, {training.filled:.0%} full."
@@ -295,3 +303,26 @@ def _check_vocab(owner: str, vocab: int, job: Job) -> None:
         reserved = f", and {model.description} reserves {model.reserved_ids} more" if model.reserved_ids else ""
         remedy = f"set model.vocab = {vocab + model.reserved_ids}"
         raise DataError(f"{owner} has {vocab} ids{reserved}, but model.vocab is {model.vocab_size}; {remedy}.")
+
+
+def preview_job(job: Job, count: int, in_colour: bool) -> Iterator[str]:
+    """Yields lines about the first samples of a run, as the model gets them (`shardwise data preview`). What counts
+    towards the loss is green, the rest dim; or it is in brackets."""
+    source, _, tokenizer = make_sources(job)
+    if tokenizer is None:
+        raise DataError(f"data.source = {job.data.source!r} has no tokenizer, so its samples cannot be shown as text.")
+    yield getattr(source, "summary", f"{len(source)} samples for training.")
+    counted, other = ("\033[32m{}\033[0m", "\033[2m{}\033[0m") if in_colour else ("[[{}]]", "{}")
+    samples = job_stream(job, source).read(np.arange(count))
+    for number, (tokens, targets) in enumerate(zip(samples.tokens.numpy(), samples.targets.numpy(), strict=True)):
+        counts, targets = targets != IGNORE_INDEX, plain_targets(targets)
+        yield f"--- sample {number}: {int(counts.sum())} of {len(tokens)} tokens count"
+        borders = sorted({0, *np.flatnonzero(tokens < 0).tolist(), len(tokens)})  # of packed conversations
+        for start, stop in zip(borders, borders[1:]):
+            ids = np.append(np.maximum(tokens, ~tokens)[start:stop], targets[stop - 1 : stop][counts[stop - 1 : stop]])
+            marks = np.append(False, counts[start:stop])[: len(ids)]
+            ids = ids[: len(np.trim_zeros(ids != tokenizer.eos_id, "b"))]  # without padding
+            cuts = [0, *(np.flatnonzero(np.diff(marks[: len(ids)])) + 1).tolist(), len(ids)]
+            parts = [(marks[a], tokenizer.decode(ids[a:b], keep_special=True)) for a, b in zip(cuts, cuts[1:])]
+            if len(ids):
+                yield "".join((counted if is_counted else other).format(text) for is_counted, text in parts)

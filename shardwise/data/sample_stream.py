@@ -144,15 +144,20 @@ class Samples:
     """The tensors (B, ...) of a batch for a module that is not ours (`shardwise.adapters`); every stage gets them."""
     counts: Tensor | None = None
     """The number of targets of each sample (B,), if `targets` does not tell it; always set with `inputs`."""
+    preference: Tensor | None = None
+    """Of pairs of answers (B, 2): reference and beta of each (`shardwise.models.preference`)."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors that the loader provides, for `from_tensors`; document ids are computed later, on the device."""
-        return self.tokens, self.targets, self.ids, *(() if self.counts is None else (self.counts,)), *self.inputs
+        rest = (self.preference,) if self.counts is None else (self.counts, *self.inputs)
+        return self.tokens, self.targets, self.ids, *(tensor for tensor in rest if tensor is not None)
 
     @classmethod
     def from_tensors(cls, tensors: Iterable[Tensor]) -> "Samples":
         tokens, targets, ids, *rest = tensors
+        if len(rest) == 1:
+            return cls(tokens, targets, ids, preference=rest[0])
         return cls(tokens, targets, ids, None, tuple(rest[1:]), rest[0] if rest else None)
 
     @property
@@ -162,16 +167,17 @@ class Samples:
 
     def split(self, size: int) -> "Iterator[Samples]":
         parts = map(Samples.from_tensors, zip(*(tensor.split(size) for tensor in self.tensors), strict=True))
-        if self.document_ids is None:
-            return parts
-        document_ids = self.document_ids.split(size)
-        return (replace(part, document_ids=ids) for part, ids in zip(parts, document_ids, strict=True))
+        beside = {key: getattr(self, key) for key in ("document_ids", "preference")}
+        split = {key: tensor.split(size) for key, tensor in beside.items() if tensor is not None}
+        for number, part in enumerate(parts):
+            yield replace(part, **{key: tensors[number] for key, tensors in split.items()})
 
     @property
     def forward_kwargs(self) -> dict[str, Tensor]:
         """The keyword arguments of a chain's forward besides tokens and targets."""
-        documents = {} if self.document_ids is None else {"document_ids": self.document_ids}
-        return {"ids": self.ids, **documents, **{f"input_{n}": tensor for n, tensor in enumerate(self.inputs)}}
+        beside = {"ids": self.ids, "document_ids": self.document_ids, "preference": self.preference}
+        given = {key: tensor for key, tensor in beside.items() if tensor is not None}
+        return {**given, **{f"input_{n}": tensor for n, tensor in enumerate(self.inputs)}}
 
     def with_document_ids(self, end_of_document: int) -> "Samples":
         """Sets `document_ids`: documents are numbered from 0 each ends with `end_of_document`; -1: None."""

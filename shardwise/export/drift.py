@@ -50,7 +50,7 @@ def text_passages(job: Job, path: str = "") -> Iterator[str]:
     if data.source == "chat":
         files = DataRecord().take(find_files("jsonl", path or data.path))
         join = lambda messages, _: "\n".join(str(message["content"]) for message in messages)  # noqa: E731
-        yield from (text for _, text in read_conversations(files, BadRecords(skip=True), join))
+        yield from (text for _, text in read_conversations(files, BadRecords(skip=True), join, job.loss.dpo_beta > 0))
         return
     for name in [path] if path else list(data.mix) or [data.path]:
         source = data.source

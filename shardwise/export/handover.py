@@ -32,6 +32,7 @@ from shardwise.train.checkpoint_folder import read_manifest
 from shardwise.train.dcp_storage import dtype_name
 from shardwise.train.export import Export, export_run
 from shardwise.train.generate import LocalDecoder, load_run_tokenizer
+from shardwise.train.program import PROGRAM
 from shardwise.train.run_folder import RunFolder
 
 COMPARE = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
@@ -104,8 +105,11 @@ def _write_beside(folder: RunFolder, export: Export, out: Path, checked: str, me
         told = _write_reference(folder, export, out, tokenizer)
     facts = _facts(folder, export, merge)
     write_text(out / "README.md", (ASSETS / "card.md").read_text(encoding="utf-8").format(**facts))
-    write_text(out / "MLmodel", (ASSETS / "MLmodel").read_text(encoding="utf-8").format(**facts))
-    hashes = {path.name: _sha256(path) for path in sorted(out.iterdir()) if path.suffix in (".safetensors", ".json")}
+    if not (out / PROGRAM).exists():  # of which MLflow knows nothing
+        write_text(out / "MLmodel", (ASSETS / "MLmodel").read_text(encoding="utf-8").format(**facts))
+    hashes = {
+        path.name: _sha256(path) for path in sorted(out.iterdir()) if path.suffix in (".safetensors", ".json", ".pt2")
+    }
     data_files = {name: [file.size, file.digest] for name, file in folder.data_record().files.items()}
     proof = {
         "run": folder.path.name, "step": export.step, "layout": facts["layout"], "processes": facts["world"],
@@ -155,7 +159,9 @@ def _facts(folder: RunFolder, export: Export, merge: bool) -> dict[str, Any]:
     hours = sum(record.get("seconds", 0.0) for record in records) / 3600
     watts = WATTS["GPU" if records and "mfu" in records[-1] else "CPU"]
     samples, world = export.step * job.samples, int(manifest["world"])
-    config = export.job.family.export_config(export.job.model) if export.lora is None or merge else {}
+    family, model, is_whole = export.job.family, export.job.model, export.lora is None or merge
+    has_config = is_whole and family.has_huggingface_form(model)
+    config = family.export_config(model) if has_config else {"architectures": ["program"]} if is_whole else {}
     found = {name: value for name, value in measured(folder, export.step).items() if name.startswith("validation.")}
     rows = [f"| {name.removeprefix('validation.')} | {value:.6g} |" for name, value in found.items()]
     listed = [f"- `{Path(name).name}`: {file.size:,} bytes" for name, file in files.files.items()]
@@ -175,6 +181,7 @@ def _facts(folder: RunFolder, export: Export, merge: bool) -> dict[str, Any]:
         "flops": 3 * sum(forward_flops(job.model)) * samples, "energy": hours * world * watts / 1000,
         "evaluation": "\n".join(["| validation | |", "| --- | --- |", *rows]) if rows else "The run was not validated.",
         "start": f", starting from `{job.model.weights}`" if job.model.weights else "",
+        "library": "pytorch" if is_whole and not has_config else "transformers",
         "uuid": uuid.uuid4().hex, "time": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S.%f"),
     }  # fmt: skip
 

@@ -289,7 +289,7 @@ def check_layout_fits(layout: Layout, job: Job, nodes: int = 1, world_size: int 
         raise LayoutError(f"layout '{layout}': {nodes} nodes cannot share {layout.world} processes equally; change it.")
     if world_size is not None and world_size != layout.world:
         problem = f"layout '{layout}' needs {pluralize(layout.world, 'process')}, but this world has {world_size}"
-        raise LayoutError(f"{problem}; change one of them.")
+        raise LayoutError(f"{problem}; change the layout or the number of processes that torchrun or Slurm starts.")
     on_gpu, gpus = local_machine.pick_device(job) == "cuda", torch.cuda.device_count()
     if world_size is None and on_gpu and layout.world > max(job.run.processes, gpus) * nodes:
         needs = f"layout '{layout}' needs {pluralize(layout.world, 'process')}, but this machine has"

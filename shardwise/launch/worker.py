@@ -29,7 +29,7 @@ from shardwise.train.local_machine import core_count, host_memory, pick_device
 from shardwise.train.loop import TrainingLoop, make_engine
 from shardwise.train.metrics_processor import StopFlag
 from shardwise.train.run_folder import RunFolder
-from shardwise.workers.heartbeat import Heartbeat
+from shardwise.workers.diagnosis import Heartbeat
 from shardwise.workers.nodes import open_store
 
 GROUP_TIMEOUT = timedelta(minutes=10)
@@ -78,13 +78,10 @@ def run_worker(
         if not is_expected:
             with suppress(OSError):
                 heartbeat.dump_collectives()
-        folder.write_error(
-            rank,
-            {
-                "rank": rank, "time_ns": time.time_ns(), "kind": type(error).__name__, "message": str(error),
-                "exit_code": getattr(error, "exit_code", 1), "trace": None if is_expected else traceback.format_exc(),
-            },
-        )  # fmt: skip
+        folder.write_error({
+            "rank": rank, "time_ns": time.time_ns(), "kind": type(error).__name__, "message": str(error),
+            "exit_code": getattr(error, "exit_code", 1), "trace": None if is_expected else traceback.format_exc(),
+        })  # fmt: skip
         raise
 
 

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardwise.comm.axis import Axis
-from shardwise.comm.collectives import all_gather
+from shardwise.comm.collectives import Axis, all_gather
 from shardwise.job import Job
 from shardwise.layout import DEGREES
 from shardwise.parallel.engine import Engine
 
 EmitEvent = Callable[[str, str], None]
+Figures = dict[str, float]
 PHASES = ("compute", "optimizer", "data", "checkpoint", "validation")
 WAIT_AXES = (*DEGREES, "data", "local_sgd", "world")
 MEMORY_KINDS = ("weights", "gradients", "optimizer")
@@ -49,11 +49,7 @@ PEAK_MEMORY = FIRST_WAIT + len(WAIT_AXES)
 
 
 def metrics_row(
-    start: float,
-    seconds: float,
-    phase_seconds: dict[str, float],
-    wait_seconds: dict[str, float],
-    memory: dict[str, float],
+    start: float, seconds: float, phase_seconds: Figures, wait_seconds: Figures, memory: Figures
 ) -> list[float]:
     """Returns the row of one step of one rank, from its start (Unix time on the clock of rank 0) to the next. Phases do
     not include waits; `memory`: bytes of weights, gradients and optimizer state, and the peak so far."""

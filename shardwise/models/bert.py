@@ -77,7 +77,7 @@ class MaskedLMHead(gpt.LMHead):
         super().__init__(config)
         self.max_predictions = config.max_predictions
 
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, targets: Tensor | None = None, preference: Tensor | None = None) -> Tensor:
         if targets is not None:
             predicted_first = (targets == IGNORE_INDEX).to(torch.int8).argsort(dim=1, stable=True)
             positions = predicted_first[:, : self.max_predictions]

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.models.quantize import round_slice
 from shardwise.models.sharding import ShardingPlan
 from shardwise.random import hash_key, normal_
 
 IGNORE_INDEX = -100  # targets with this value do not count
+ROUNDED_ROWS = 2**11  # at a time
 COPIED_ELEMENTS = 2**24  # at a time, of a weight that is read from a file
 
 
@@ -119,6 +121,16 @@ def init_weights(chain: Chain, seed: int) -> None:
 @torch.no_grad()
 def init_slice(chain: Chain, name: str, out: Tensor, shape: torch.Size, offset: tuple[int, ...], seed: int) -> None:
     """Fills `out`, the slice at `offset` of a parameter of this shape, with its initial values."""
+    plan = chain.sharding_plan
+    if name in plan.quantized and out.numel():
+        fill = lambda part, at: _fill_slice(chain, name, part, shape, at, seed)  # noqa: E731
+        for rows, part in zip(range(0, len(out), ROUNDED_ROWS), out.split(ROUNDED_ROWS)):
+            round_slice(fill, plan.quantize, part, shape[1], (offset[0] + rows, offset[1]))
+    else:
+        _fill_slice(chain, name, out, shape, offset, seed)
+
+
+def _fill_slice(chain: Chain, name: str, out: Tensor, shape: torch.Size, offset: tuple[int, ...], seed: int) -> None:
     value = chain.initial.value(name) if chain.initial is not None else None
     if out.numel() == 0:
         return

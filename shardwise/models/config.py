@@ -97,6 +97,8 @@ class LoRA(ConfigSection):
     ranks: dict[str, int] = {}  # Other ranks, by name or pattern of layers
     alphas: dict[str, float] = {}  # Other values of alpha, by name or pattern of layers
     init_std: float = Field(0.0, ge=0.0)  # Standard deviation of the initial B; 0: training starts at the given model
+    quantize: Literal["", "int8", "nf4"] = ""
+    """Keeps the frozen weights of linear layers in 8 or 4 bits (QLoRA); experts and other weights stay as they are."""
 
     @model_validator(mode="before")
     @classmethod

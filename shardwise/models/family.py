@@ -96,6 +96,12 @@ class Family:
         """Returns the config.json of a Hugging Face folder of this model."""
         raise JobError(f"{config.description} has no form that transformers knows; only its own checkpoints hold it.")
 
+    def has_huggingface_form(self, config: Any) -> bool:
+        try:
+            return bool(self.export_config(config))
+        except JobError:
+            return False
+
     def shrink(self, config: Any) -> Any:
         """Returns a small config of the same family, for `shardwise verify`."""
         return config.model_validate(config.model_dump() | config._shrunk_values() | {"weights": ""})
@@ -180,6 +186,10 @@ class Family:
     def reference_loss(self, config: Any, model: nn.Module, samples: Any, document_ids: Any = None) -> Tensor | None:
         """Returns the mean loss of a batch; None: the cross-entropy of the model's logits."""
         return None
+
+    def reference_logits(self, config: Any, model: nn.Module, samples: Any, document_ids: Any = None) -> Tensor:
+        documents = {} if document_ids is None else {"document_ids": document_ids}
+        return model(samples.tokens, ids=samples.ids, **documents)  # type: ignore[no-any-return]
 
     def explain_difference(self, config: Any, layout: Any, kind: str) -> str:
         """Returns a likely cause of a difference that `verify` found first in this kind of quantity, or ""."""

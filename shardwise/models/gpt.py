@@ -27,6 +27,7 @@ from shardwise.models.layers import Linear, RMSNorm, apply_rope, positions_in_do
 from shardwise.models.loss import VocabShard, fused_linear_cross_entropy, loss_chunk_size
 from shardwise.models.moe import MoE
 from shardwise.models.moe_family import MoEConfig
+from shardwise.models.preference import plain_targets, preference_weights
 from shardwise.models.t5_family import T5Config
 from shardwise.random import Dropout
 
@@ -172,7 +173,7 @@ class DecoderBlock(nn.Module):
         self.dropout2 = Dropout(config.dropout, f"{name}.2", seed)
 
     def forward(
-        self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None, document_ids: Tensor | None = None
+        self, x: Tensor, ids: Tensor | None = None, document_ids: Tensor | None = None, **batch: Tensor | None
     ) -> Tensor:  # fmt: skip
         x = x + self.dropout1(self.attention(self.norm1(x), document_ids), ids)
         return x + self.dropout2(self.mlp(self.norm2(x)), ids)
@@ -250,7 +251,7 @@ class DecoderHead(nn.Module):
 
     def forward(self, x: Tensor, targets: Tensor | None = None, **batch: Tensor | None) -> Tensor:
         x = self.norm(x)
-        return x if self.project is None else self.project(x, targets)
+        return x if self.project is None else self.project(x, targets, batch.get("preference"))
 
 
 class LMHead(nn.Module):
@@ -263,12 +264,18 @@ class LMHead(nn.Module):
         self.loss_chunk_size = loss_chunk_size(config.vocab)  # positions whose logits are in memory at once; 0: all
         self.use_fp8 = False
         self.scale = 1.0
+        self.sequence_shards = 1  # context parallelism sets this and what sums over the shards
+        self.all_reduce_sum: Callable[[Tensor], None] | None = None
 
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, targets: Tensor | None = None, preference: Tensor | None = None) -> Tensor:
         x = x if self.scale == 1.0 else x * self.scale
         if targets is None:
             return F.linear(x, self.weight)
-        options = self.vocab_shard, self.loss_chunk_size, self.use_fp8
+        weigh = None
+        if preference is not None:
+            weigh = preference_weights(targets, preference, self.all_reduce_sum, self.sequence_shards)
+            targets = plain_targets(targets)
+        options = self.vocab_shard, self.loss_chunk_size, self.use_fp8, weigh
         return fused_linear_cross_entropy(x.flatten(0, 1), self.weight, targets.flatten(), *options)
 
 

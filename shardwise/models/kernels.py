@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def cross_entropy_with_grad_(logits: Tensor, targets: Tensor, ignore_index: int, size: int) -> Tensor:
-    """Returns the summed cross-entropy of the first `size` columns and overwrites all with their gradient. In PyTorch:
+    """Returns the cross-entropy of each row's first `size` columns; overwrites all with their gradient. In PyTorch:
     `shardwise.models.loss.cross_entropy_with_grad`."""
     rows, padded_size = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -21,7 +21,7 @@ def cross_entropy_with_grad_(logits: Tensor, targets: Tensor, ignore_index: int,
     _cross_entropy_kernel[(rows,)](
         logits, logits.stride(0), targets, losses, size, padded_size, ignore_index, BLOCK=block, num_warps=8
     )
-    return losses.sum()
+    return losses
 
 
 @triton.jit

@@ -63,8 +63,15 @@ def adapt_chain(chain: Chain, root: nn.Module, config: LoRA) -> None:
     plan = chain.sharding_plan
     init = ("*lora_A", InitSpec("fan_in")), ("*lora_B", InitSpec("normal", config.init_std))
     chain.sharding_plan = replace(plan, init=(*init, *plan.init))
+    mark_quantized(chain, root, config)
     adapters = read_adapter(Path(config.adapter), root) if config.adapter else {}
     chain.initial = AdaptedWeights(chain.initial, adapters)
+
+
+def mark_quantized(chain: Chain, root: nn.Module, config: LoRA) -> None:
+    """Makes the initial weights of linear layers rounded ones, if the config says so."""
+    quantized = frozenset(f"{name}.weight" for name, _, leaf in _layers(root) if config.quantize and leaf == "weight")
+    chain.sharding_plan = replace(chain.sharding_plan, quantize=config.quantize, quantized=quantized)
 
 
 def add_initialized(root: nn.Module, config: LoRA, chain: Chain, seed: int) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardwise.models import fp8
 from shardwise.models.chain import IGNORE_INDEX
+from shardwise.models.preference import Weigh
 
 MAX_LOGITS_PER_CHUNK = 1 << 29
 VOCAB_MULTIPLES = {"cuda": 128}  # by device type, see `pad_vocab`
@@ -39,15 +40,18 @@ def loss_chunk_size(vocab_size: int) -> int:
 
 
 def fused_linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, vocab_shard: VocabShard | None, chunk_size: int, use_fp8: bool = False
-) -> Tensor:
+    x: Tensor, weight: Tensor, targets: Tensor, vocab_shard: VocabShard | None, chunk_size: int, use_fp8: bool = False,
+    weigh: Weigh | None = None,
+) -> Tensor:  # fmt: skip
     """Returns the cross-entropy of `x @ weight.T`, summed over the targets, in chunks of `chunk_size` positions.
     If `chunk_size` is 0, all logits are computed at once, and the gradient matmuls run in the backward. `use_fp8`: if
-    there are chunks and the shapes allow it, the gradient of `x` is computed with an FP8 matmul."""
+    there are chunks and the shapes allow it, the gradient of `x` is computed with an FP8 matmul. `weigh`: what makes
+    the loss of the cross-entropies of all positions, if not a sum; the chunks' logits are then computed twice."""
     if chunk_size:
-        return FusedLinearCrossEntropy.apply(x, weight, targets, vocab_shard, chunk_size, use_fp8)  # type: ignore[no-any-return]
+        arguments = x, weight, targets, vocab_shard, chunk_size, use_fp8, weigh
+        return FusedLinearCrossEntropy.apply(*arguments)  # type: ignore[no-any-return]
     logits = F.linear(x, pad_vocab(weight))
-    return CrossEntropy.apply(logits, targets, vocab_shard, weight.shape[0])  # type: ignore[no-any-return]
+    return CrossEntropy.apply(logits, targets, vocab_shard, weight.shape[0], weigh)  # type: ignore[no-any-return]
 
 
 class FusedLinearCrossEntropy(torch.autograd.Function):
@@ -56,7 +60,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocab_shard: VocabShard | None, chunk_size: int,
-        use_fp8: bool,
+        use_fp8: bool, weigh: Weigh | None,
     ) -> Tensor:  # fmt: skip
         dtype = torch.promote_types(x.dtype, torch.float32)
         loss = torch.zeros((), dtype=dtype, device=x.device)
@@ -67,11 +71,18 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         weight8 = None
         if use_fp8 and needs_grad and fp8.can_use_fp8(x[:chunk_size], weight) and fp8.can_use_fp8(x, weight):
             weight8 = fp8.quantize_rows(weight.t())
-        for first in range(0, x.shape[0], chunk_size):
-            chunk = slice(first, first + chunk_size)
+        chunks = [slice(first, first + chunk_size) for first in range(0, x.shape[0], chunk_size)]
+        weights: Tensor | None = None
+        if weigh is not None:
+            parts = ((x[chunk] @ weight.t(), targets[chunk], vocab_shard, vocab) for chunk in chunks)
+            loss, weights = weigh(torch.cat([cross_entropy_with_grad(*part)[0] for part in parts]))
+        for chunk in chunks:
             logits = x[chunk] @ weight.t()
-            chunk_loss, grad = cross_entropy_with_grad(logits, targets[chunk], vocab_shard, vocab)
-            loss += chunk_loss
+            losses, grad = cross_entropy_with_grad(logits, targets[chunk], vocab_shard, vocab)
+            if weights is None:
+                loss += losses.sum()
+            else:
+                grad *= weights[chunk].unsqueeze(1)
             if grad_x is not None:
                 if weight8 is None:
                     torch.mm(grad, weight, out=grad_x[chunk])
@@ -88,7 +99,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         grad_x, grad_weight = ctx.saved_tensors
         scaled = scale_to_dtype(grad_x, grads[0], grad_x.dtype)
         scaled_weight = None if grad_weight is None else scale_to_dtype(grad_weight, grads[0], grad_x.dtype)
-        return scaled, scaled_weight, None, None, None, None
+        return scaled, scaled_weight, None, None, None, None, None
 
 
 def pad_vocab(weight: Tensor) -> Tensor:
@@ -119,22 +130,25 @@ class CrossEntropy(torch.autograd.Function):
     """Cross-entropy of existing logits. Overwrites them with their gradient."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab_shard: VocabShard | None, vocab: int) -> Tensor:
-        loss, grad = cross_entropy_with_grad(logits.detach(), targets, vocab_shard, vocab)
-        ctx.save_for_backward(grad)
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, vocab_shard: VocabShard | None, vocab: int, weigh: Weigh | None
+    ) -> Tensor:  # fmt: skip
+        losses, grad = cross_entropy_with_grad(logits.detach(), targets, vocab_shard, vocab)
+        loss, weights = (losses.sum(), None) if weigh is None else weigh(losses)
+        ctx.save_for_backward(grad if weights is None else grad.mul_(weights.unsqueeze(1)))
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = ctx.saved_tensors
-        return scale_to_dtype(grad, grads[0], grad.dtype), None, None, None
+        return scale_to_dtype(grad, grads[0], grad.dtype), None, None, None, None
 
 
 def cross_entropy_with_grad(
     padded_logits: Tensor, targets: Tensor, vocab_shard: VocabShard | None, vocab: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns the summed loss and its gradient with respect to the logits, computed in place. Only the first `vocab`
-    columns count; the gradient of the others is zero."""
+    """Returns the loss of each position and its gradient with respect to the logits, computed in place. Only the first
+    `vocab` columns count; the gradient of the others is zero."""
     if padded_logits.is_cuda and vocab_shard is None and padded_logits.dtype != torch.float64:
         from shardwise.models.kernels import cross_entropy_with_grad_
 
@@ -156,8 +170,8 @@ def cross_entropy_with_grad(
     sums = torch.stack((work.sum(-1), target_logit))
     if vocab_shard is not None:
         vocab_shard.all_reduce_sum(sums)
-    loss = ((sums[0].log() - sums[1]) * is_counted).sum()
+    losses = (sums[0].log() - sums[1]) * is_counted
     work.mul_((is_counted / sums[0]).unsqueeze(-1))
     work.scatter_add_(-1, local_target, -in_shard.to(work.dtype).unsqueeze(-1))
     logits.copy_(work)
-    return loss, padded_logits
+    return losses, padded_logits

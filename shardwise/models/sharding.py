@@ -103,6 +103,9 @@ class ShardingPlan:
     compared_modules: tuple[str, ...] = ()
     """Patterns of the modules with (sample, position, feature) outputs that `verify` compares, in forward order."""
 
+    quantize: str = ""  # how the weights of `quantized` are rounded (`shardwise.models.quantize`)
+    quantized: frozenset[str] = frozenset()
+
     def shard_dim_of(self, parameter: str) -> ShardDim | None:
         """Returns how a parameter is split. Of an adapter, A has the columns of its weight, and B the rows; a layer
         that splits its input gives partial sums either way, and gradients of the whole part are summed."""

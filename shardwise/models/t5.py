@@ -189,6 +189,6 @@ class T5LMHead(gpt.LMHead):
         super().__init__(config)
         self.encoder_length, self.scale = config.sequence, config.width**-0.5 if config.tied else 1.0
 
-    def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, targets: Tensor | None = None, preference: Tensor | None = None) -> Tensor:
         decoder = slice(self.encoder_length, None)
         return super().forward(x[:, decoder], None if targets is None else targets[:, decoder])

@@ -13,8 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from shardwise.comm.axis import Axis
-from shardwise.comm.collectives import all_to_all
+from shardwise.comm.collectives import Axis, all_to_all
 from shardwise.optim.param_shard import ParamShard
 from shardwise.optim.sharded_optimizer import ParamGroup, ShardedOptimizer
 

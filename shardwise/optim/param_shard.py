@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from shardwise.comm.axis import Axis
+from shardwise.comm.collectives import Axis
 from shardwise.models.chain import Chain, init_slice
 
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from shardwise.comm.axis import Axis
-from shardwise.comm.collectives import all_reduce
+from shardwise.comm.collectives import Axis, all_reduce
 from shardwise.models.chain import Chain
 from shardwise.models.resnet import BatchNorm
 

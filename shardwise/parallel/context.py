@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.axis import Axis
-from shardwise.comm.collectives import all_reduce, all_to_all, all_to_all_with_grad
+from shardwise.comm.collectives import Axis, all_reduce, all_to_all, all_to_all_with_grad
 from shardwise.data.sample_stream import Samples
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.models.chain import Chain
-from shardwise.models.gpt import SelfAttention
+from shardwise.models.gpt import LMHead, SelfAttention
 from shardwise.models.layers import sdpa
 from shardwise.models.moe import MoE
 from shardwise.parallel.mesh import Mesh
@@ -84,7 +83,7 @@ def apply(chain: Chain, layout: Layout, mesh: Mesh, length: int, device: torch.d
                 rope_cos_sin = rope_cos_sin or (cos[rows], sin[rows])
                 module.rope_cos_sin = rope_cos_sin
             module.attention_fn = attention_fn
-        if isinstance(module, MoE):
+        if isinstance(module, MoE | LMHead):
             module.sequence_shards = context.size
             module.all_reduce_sum = lambda counts: all_reduce(counts, axis=context)
 

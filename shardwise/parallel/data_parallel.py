@@ -28,8 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.comm.axis import SINGLE_RANK, Axis
-from shardwise.comm.collectives import all_gather, all_reduce, all_reduce_coalesced, reduce_scatter
+from shardwise.comm.collectives import SINGLE_RANK, Axis, all_gather, all_reduce, all_reduce_coalesced, reduce_scatter
 from shardwise.errors import RunError
 from shardwise.models.chain import Chain
 from shardwise.optim.param_shard import ParamShard

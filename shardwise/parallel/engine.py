@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from shardwise.comm.axis import StepTimer
+from shardwise.comm.collectives import StepTimer
 from shardwise.data.sample_stream import Samples, SampleStream
 from shardwise.job import Job
 from shardwise.layout import BatchSplit
@@ -36,7 +36,7 @@ class Engine:
     param_shards: list[ParamShard]
     scale: LossScale
     positions: Tensor | None = None  # sequence positions of this rank under context parallelism; None: all
-    is_packed: bool = False  # whether samples hold several conversations (`data.pack`)
+    is_packed: bool = False  # whether samples hold several conversations (`Job.is_packed`)
     outer_optimizer: Any = None  # averages replicas that take local steps (`shardwise.parallel.local_sgd`)
 
     @property
@@ -113,6 +113,8 @@ class Engine:
 
     def num_targets(self, samples: Samples) -> Tensor:
         """Returns what this rank's loss is a sum over."""
+        if samples.preference is not None:
+            return (samples.targets != IGNORE_INDEX).any(1).sum()
         if self.model.counts_samples and samples.counts is None:
             return torch.tensor(samples.ids.numel(), device=samples.ids.device)
         return samples.num_targets

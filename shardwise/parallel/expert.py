@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.axis import Axis
-from shardwise.comm.collectives import all_reduce, all_to_all, all_to_all_with_grad
+from shardwise.comm.collectives import Axis, all_reduce, all_to_all, all_to_all_with_grad
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.models.chain import Chain

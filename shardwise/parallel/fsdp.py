@@ -15,8 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
-from shardwise.comm.axis import Axis
-from shardwise.comm.collectives import reduce_scatter
+from shardwise.comm.collectives import Axis, reduce_scatter
 from shardwise.job import GradientConfig
 from shardwise.layout import BatchSplit, Layout
 from shardwise.models.chain import Chain
@@ -48,13 +47,6 @@ def param_groups(module: FSDPModule) -> list[Any]:
     state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
     groups = getattr(state, "_fsdp_param_groups", None)  # a list in newer versions of PyTorch
     return list(groups) if groups is not None else [group for group in [state._fsdp_param_group] if group is not None]
-
-
-def time_waits(module: FSDPModule, axis: Axis) -> None:
-    """Reports the waits of this module's parameter groups to the axis's step timer."""
-    for group in param_groups(module):
-        group.__class__ = TimedParamGroup
-        group.timed_axis = axis
 
 
 def finish_backward(root: FSDPModule) -> None:
@@ -93,7 +85,8 @@ class FSDP(DataParallel):
             mesh = mesh["shard"]  # we all-reduce over replicas, compressed
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
         assert isinstance(module, FSDPModule)
-        time_waits(module, axis)
+        for group in param_groups(module):  # their waits are reported to the axis's step timer
+            group.__class__, group.timed_axis = TimedParamGroup, axis
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
         module.set_reshard_after_backward(reshard, recurse=False)

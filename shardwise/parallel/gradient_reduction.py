@@ -26,8 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from shardwise.comm.axis import Axis, StepTimer
-from shardwise.comm.collectives import all_reduce_coalesced, all_to_all_rows
+from shardwise.comm.collectives import Axis, StepTimer, all_reduce_coalesced, all_to_all_rows
 from shardwise.errors import LayoutError
 from shardwise.job import GradientConfig
 from shardwise.layout import Layout
@@ -190,16 +189,13 @@ class Compressor:
         return [decode(self.spec, part, size, dtype) for part, size in parts]
 
     def _all_to_all(self, encoded: Tensor, axis: Axis) -> Tensor:
-        received = torch.empty_like(encoded)
+        received = encoded.new_empty(encoded.shape)
         self.timer.bytes_sent["data"] += encoded.numel() * (axis.size - 1) // axis.size
         all_to_all_rows(received, encoded, axis)
         return received
 
     def _all_gather(self, encoded: Tensor, axis: Axis) -> Tensor:
-        received = encoded.new_empty(axis.size, encoded.shape[1])
-        self.timer.bytes_sent["data"] += encoded.numel() * (axis.size - 1)
-        all_to_all_rows(received, encoded.expand(axis.size, -1), axis)
-        return received
+        return self._all_to_all(encoded.expand(axis.size, -1), axis)
 
     def _powersgd(self, names: Sequence[str], matrices: Sequence[Tensor], axis: Axis) -> list[Tensor]:
         """Returns the low-rank sums P Qᵀ of the matrices over the axis."""

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.axis import SINGLE_RANK, Axis, StepTimer
+from shardwise.comm.collectives import SINGLE_RANK, Axis, StepTimer
 from shardwise.layout import AXES, Layout
 
 DERIVED_AXES = ("data", "fsdp", "replicas", "fsdp_context", "world", "expert", "expert_replicas", "local_sgd", "loader")
@@ -56,7 +56,7 @@ class Mesh:
         self._axes["world"] = replace(self.all_ranks, name=sole_axis or "world")
         data_index = coordinates["replicate"] * layout.shard + coordinates["shard"]
         if layout.data > 1:
-            group = flatten_dims(self.device_mesh, ("replicate", "shard"), "data").get_group()
+            group = self.device_mesh["replicate", "shard"]._flatten("data").get_group()
             self._axes["data"] = self._axis(sole_axis or "data", layout.data, data_index, group)
         self.tied_stages = self._make_tied_stages(grid)
         self._axes["fsdp"], self._axes["replicas"] = self["shard"], self["replicate"]
@@ -67,7 +67,7 @@ class Mesh:
             group = self.fsdp_context_mesh.get_group("fsdp")
             self._axes["fsdp"] = self._axis("shard", layout.shard * layout.context, fsdp_context_index, group)
         elif layout.context > 1:
-            flat = flatten_dims(self.device_mesh, ("replicate", "context"), "replicas")
+            flat = self.device_mesh["replicate", "context"]._flatten("replicas")
             index = coordinates["replicate"] * layout.context + coordinates["context"]
             self._axes["replicas"] = self._axis(sole_axis or "replicate", flat.size(), index, flat.get_group())
         self._axes["fsdp_context"] = self["fsdp"] if layout.shard > 1 else self["context"]
@@ -126,8 +126,3 @@ class Mesh:
             mesh, dim = self.fsdp_context_mesh, "fsdp"
         assert mesh is not None
         return mesh["replicate", dim] if self["replicate"].size > 1 else mesh[dim]
-
-
-def flatten_dims(mesh: DeviceMesh, dims: tuple[str, ...], name: str) -> DeviceMesh:
-    """Returns the 1-D mesh over `dims` of `mesh`; creates its process group at the first call."""
-    return mesh[dims]._flatten(name)

@@ -6,16 +6,19 @@
 Training, verification and dry runs all use `parallelize`.
 """
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch._functorch.config as functorch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.errors import JobError
+from shardwise.models.chain import Chain, init_slice
 from shardwise.models.gpt import configure_modules
-from shardwise.optim.param_shard import init_param_shard
+from shardwise.models.quantize import BLOCK, drop_weight, store_weight
+from shardwise.optim.param_shard import ParamShard, init_param_shard
 from shardwise.parallel import batch_norm, context, expert, local_sgd, recompute, tensor
 from shardwise.parallel.data_parallel import ParamSpecs
 from shardwise.parallel.engine import Engine
@@ -42,6 +45,33 @@ def select_attention_backend(backend: str, device: torch.device) -> None:
     torch.backends.cuda.enable_flash_sdp(backend == "flash")
     torch.backends.cuda.enable_mem_efficient_sdp(backend == "efficient")
     torch.backends.cuda.enable_math_sdp(backend == "math")
+
+
+def compile_blocks(chain: Chain, saves_all: bool) -> None:
+    functorch.activation_memory_budget = FULL_ACTIVATION_MEMORY_BUDGET if saves_all else ACTIVATION_MEMORY_BUDGET
+    for block in chain.blocks():
+        block.compile()
+
+
+def drop_frozen(chain: Chain, specs: ParamSpecs, mesh: Mesh) -> Iterator[tuple[nn.Module, ParamShard]]:
+    """Makes linear layers keep their frozen weights as codes; yields them, with what their weights were."""
+    for name in chain.sharding_plan.quantized & dict(chain.named_parameters()).keys():
+        layer, (shape, dim, _) = chain.get_submodule(name.rpartition(".")[0]), specs[name]
+        if "weight" in layer.__dict__.get("_parametrizations", {}):
+            continue  # it reads some of its rows
+        sharded_dims = ((dim, mesh["tensor"]),) if dim is not None and mesh["tensor"].size > 1 else ()
+        shard = ParamShard(name, torch.empty(0), shape, sharded_dims)
+        drop_weight(layer, chain.sharding_plan.quantize, shard.offset_and_shape[0][1] % BLOCK)
+        yield layer, shard
+
+
+def store_frozen(layer: Any, shard: ParamShard, model: Chain, seed: int) -> None:
+    """Reads the weight of a layer and keeps its codes."""
+    (row, column), (rows, columns) = shard.offset_and_shape
+    first, last = column // BLOCK * BLOCK, min(shard.shape[1], -(-(column + columns) // BLOCK) * BLOCK)
+    weight = torch.empty(rows, last - first, device=layer.weight_codes.device)
+    init_slice(model, shard.name, weight, shard.shape, (row, first), seed)
+    store_weight(layer, weight)
 
 
 def parallelize(
@@ -71,17 +101,14 @@ def parallelize(
             param_specs[name] = (prepared.shapes[name], dim, name in experts)
 
     fully_sharded = uses_fsdp(layout)
+    quantized = [] if fully_sharded else [shard for chain in chains for shard in drop_frozen(chain, param_specs, mesh)]
     for chain in chains:
         if not fully_sharded and not single_process:
             precision.apply(chain)
         chain.pass_sample_ids()
         recompute.apply(chain, layout)
         if job.should_compile(device.type, layout):
-            saves_all = precision.use_fp8 or job.model.lora is not None
-            budget = FULL_ACTIVATION_MEMORY_BUDGET if saves_all else ACTIVATION_MEMORY_BUDGET
-            functorch.activation_memory_budget = budget
-            for block in chain.blocks():
-                block.compile()
+            compile_blocks(chain, saves_all=precision.use_fp8 or job.model.lora is not None)
 
     data = make_data_parallel(chains, layout, mesh, precision, batch, job.gradient, job.seed)
     scale = LossScale(precision, device)
@@ -104,6 +131,8 @@ def parallelize(
             batch_norm.apply(chain, mesh["data"])
         param_shards = data.make_param_shards(param_specs)
         if memory is None:
+            for layer, frozen in quantized:
+                store_frozen(layer, frozen, model, job.seed)
             for param_shard in (*param_shards, *data.frozen_shards):
                 init_param_shard(param_shard, model, job.seed)
         data.sync_weights()
@@ -115,7 +144,7 @@ def parallelize(
     local_positions = None
     if layout.context > 1:
         local_positions = context.local_positions(job.model.length, mesh["context"], layout.context_method).to(device)
-    parts = (job.model, mesh, batch, chains, data, pipeline, param_shards, scale, local_positions, job.data.pack)
+    parts = (job.model, mesh, batch, chains, data, pipeline, param_shards, scale, local_positions, job.is_packed)
     if prepared.tables:
         tables = make_tables(prepared, mesh, precision.master_dtype)
         param_shards += tables.local_shards

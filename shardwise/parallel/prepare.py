@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from shardwise.console import pluralize
-from shardwise.errors import JobError, LayoutError
+from shardwise.errors import JobError, LayoutError, UserError
 from shardwise.job import Job
-from shardwise.layout import AXES, BatchSplit, Layout, solve_batch
+from shardwise.layout import DEGREES, BatchSplit, Layout, solve_batch
 from shardwise.models.chain import Chain
 from shardwise.models.config import ModelConfig
 from shardwise.models.family import Family, TableSpec
@@ -98,22 +98,19 @@ def prepare(job: Job, layout: Layout) -> Prepared:
 def check_refusals(job: Job, layout: Layout) -> None:
     """Raises JobError or LayoutError for a setting that the model family does not support."""
     refused = job.family.refusals(job.model)
-    for axis in (*AXES, "expert"):
-        degree = getattr(layout, axis)
-        if degree > 1 and axis in refused:
-            raise LayoutError(f"{axis}={degree}: {refused[axis]}")
-    if layout.has_split_backward and "split_backward" in refused:
-        raise LayoutError(f"schedule={layout.schedule}: {refused['split_backward']}")
-    if layout.recompute != "none" and "recompute" in refused:
-        raise LayoutError(f"recompute={layout.recompute}: {refused['recompute']}")
-    if job.local_sgd.every > 1 and "local_sgd" in refused:
-        raise LayoutError(f"local_sgd.every = {job.local_sgd.every}: {refused['local_sgd']}")
-    if job.data.pack and "pack" in refused:
-        raise JobError(f"data.pack = true: {refused['pack']}")
-    if job.compile is True and "compile" in refused:
-        raise JobError(f"compile = true: {refused['compile']}")
-    if job.precision in refused:
-        raise JobError(f"precision = {job.precision!r}: {refused[job.precision]}")
+    packing = "data.pack = true" if job.data.pack else f"loss.dpo_beta = {job.loss.dpo_beta:g}"
+    settings: list[tuple[str, bool, str, type[UserError]]] = [
+        *((axis, getattr(layout, axis) > 1, f"{axis}={getattr(layout, axis)}", LayoutError) for axis in DEGREES),
+        ("split_backward", layout.has_split_backward, f"schedule={layout.schedule}", LayoutError),
+        ("recompute", layout.recompute != "none", f"recompute={layout.recompute}", LayoutError),
+        ("local_sgd", job.local_sgd.every > 1, f"local_sgd.every = {job.local_sgd.every}", LayoutError),
+        ("pack", job.is_packed, packing, JobError),
+        ("compile", job.compile is True, "compile = true", JobError),
+        (job.precision, True, f"precision = {job.precision!r}", JobError),
+    ]
+    for name, is_used, setting, error in settings:
+        if is_used and name in refused:
+            raise error(f"{setting}: {refused[name]}")
 
 
 def cut_stages(layout: Layout, costs: Sequence[float]) -> list[tuple[int, int]]:

@@ -23,8 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.comm.axis import Axis
-from shardwise.comm.collectives import all_gather_with_grad, all_reduce, reduce_scatter_with_grad
+from shardwise.comm.collectives import Axis, all_gather_with_grad, all_reduce, reduce_scatter_with_grad
 from shardwise.console import pluralize
 from shardwise.errors import LayoutError
 from shardwise.models import sharding

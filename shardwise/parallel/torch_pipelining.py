@@ -13,7 +13,7 @@ after the weight-gradient half.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _Action
 
-from shardwise.comm.axis import StepTimer
+from shardwise.comm.collectives import StepTimer
 from shardwise.data.sample_stream import Samples
 from shardwise.errors import LayoutError
 from shardwise.layout import AUTO_SCHEDULES, Layout
@@ -63,35 +63,6 @@ def schedule_actions(schedule: str, ranks: int, virtual: int, micro_batches: int
             for action in actions_by_rank[ranks - 1]
         ]
     return actions_by_rank
-
-
-class PipelineSchedule:
-    """A schedule of PyTorch's, or one that runs `order`, over this rank's stages."""
-
-    def __init__(
-        self, name: str, order: PipelineOrder | None, stages: list[PipelineStage], micro_batches: int,
-        loss_fn: Callable[[Tensor, Tensor], Tensor], timer: StepTimer,
-    ):  # fmt: skip
-        schedule_class: Any = schedules._PipelineScheduleRuntime if order else SCHEDULE_CLASSES[name]
-        self.stages, self.timer = stages, timer
-        self.is_single_stage = issubclass(schedule_class, PipelineScheduleSingle)
-        schedules.logger.setLevel(logging.CRITICAL)  # it prints bubbles on every rank, and the schedule after an error
-        own_stages = stages[0] if self.is_single_stage else stages
-        self.schedule = schedule_class(own_stages, micro_batches, loss_fn=loss_fn, scale_grads=False)
-        if order:
-            kind = schedules._ComputationType
-            actions = {rank: [_Action(s, kind(k), *rest) for s, k, *rest in order[rank]] for rank in order}
-            self.schedule._prepare_schedule_with_comms(actions)
-
-    def initialize(self) -> None:
-        """Connects to the neighbouring stages and allocates receive buffers, which the first step does otherwise."""
-        for stage in self.stages:
-            stage.has_backward = True
-        (self.schedule._initialize_stage if self.is_single_stage else self.schedule._initialize_stages)((), {})
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        with _timed_waits(self.timer):
-            self.schedule.step(*args, **kwargs)
 
 
 @contextmanager
@@ -184,7 +155,7 @@ def _set_fsdp_sync(root: FSDPModule, sync_gradients: bool, reshard: bool) -> Non
 
 
 class Pipeline:
-    """Runs all micro-batches of a step through this rank's stages."""
+    """Runs all micro-batches of a step through this rank's stages, in an order of PyTorch's or our own."""
 
     def __init__(
         self, modules: list[nn.Module], layout: Layout, mesh: Mesh, micro_batches: int,
@@ -210,9 +181,22 @@ class Pipeline:
             )
             for index, module in zip(indices, modules, strict=True)
         ]  # fmt: skip
-        self.schedule = PipelineSchedule(
-            layout.schedule, order, list(self.stages), micro_batches, lambda loss, _: loss * self._scale, mesh.timer
-        )
+        schedule_class: Any = schedules._PipelineScheduleRuntime if order else SCHEDULE_CLASSES[layout.schedule]
+        self.is_single_stage, self.timer = issubclass(schedule_class, PipelineScheduleSingle), mesh.timer
+        schedules.logger.setLevel(logging.CRITICAL)  # it prints bubbles on every rank, and the schedule after an error
+        own_stages: Any = self.stages[0] if self.is_single_stage else list(self.stages)
+        scale_loss = lambda loss, _: loss * self._scale  # noqa: E731
+        self.schedule = schedule_class(own_stages, micro_batches, loss_fn=scale_loss, scale_grads=False)
+        if order:
+            kind = schedules._ComputationType
+            actions = {rank: [_Action(s, kind(k), *rest) for s, k, *rest in order[rank]] for rank in order}
+            self.schedule._prepare_schedule_with_comms(actions)
+
+    def initialize(self) -> None:
+        """Connects to the neighbouring stages and allocates receive buffers, which the first step does otherwise."""
+        for stage in self.stages:
+            stage.has_backward = True
+        (self.schedule._initialize_stage if self.is_single_stage else self.schedule._initialize_stages)((), {})
 
     def run(self, samples: Samples, scale: Tensor) -> Tensor:
         """Runs forward and backward of all micro-batches. Returns the summed scaled loss; 0 without the last stage."""
@@ -221,7 +205,8 @@ class Pipeline:
         inputs = (samples.tokens,) if self.has_first_stage else ()
         batch = samples.forward_kwargs | ({"targets": samples.targets} if self.has_last_stage else {})
         target = samples.targets if self.has_last_stage else None
-        self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **batch)
+        with _timed_waits(self.timer):
+            self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **batch)
         return torch.stack([loss.detach() for loss in losses]).sum() if self.has_last_stage else torch.zeros_like(scale)
 
     def evaluate(self, samples: Samples) -> Tensor:

@@ -25,8 +25,7 @@ from torch.utils.benchmark import Timer
 
 from shardwise.bench.train_step import bench_step
 from shardwise.cluster import CLUSTERS, Cluster, LinkSpec, cluster_by_driver_name, write_cluster
-from shardwise.comm.axis import Axis
-from shardwise.comm.collectives import all_gather, ping_pong, reduce_scatter
+from shardwise.comm.collectives import Axis, all_gather, ping_pong, reduce_scatter
 from shardwise.comm.world import run_world
 from shardwise.errors import JobError, suggest
 from shardwise.files import require_parent_folder

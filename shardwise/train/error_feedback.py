@@ -8,7 +8,7 @@ import math
 
 import torch
 
-from shardwise.comm.axis import Axis
+from shardwise.comm.collectives import Axis
 from shardwise.optim.param_shard import ParamShard
 from shardwise.parallel.data_parallel import DataParallel
 from shardwise.parallel.engine import Engine

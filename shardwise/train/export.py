@@ -24,12 +24,13 @@ from shardwise.job import Job
 from shardwise.models.adapter_files import write_adapter
 from shardwise.models.chain import Chain, init_slice
 from shardwise.models.config import LoRA, ModelConfig
-from shardwise.models.lora import is_transposed, matches
+from shardwise.models.lora import is_transposed, mark_quantized, matches
 from shardwise.models.pretrained import INDEX_FILE, open_folder
 from shardwise.models.sharding import is_adapter
 from shardwise.train.checkpoint_folder import CheckpointGroup, find_newest_valid
 from shardwise.train.dcp_storage import Index, Pieces, dtype_name, dtype_of, read_index, read_pieces, weight_pieces
 from shardwise.train.local_machine import require_memory
+from shardwise.train.program import PROGRAM, check_program, deployable, write_program
 from shardwise.train.run_folder import RunFolder, copy_tokenizer_files
 from shardwise.train.warm_start import run_weights
 
@@ -55,6 +56,7 @@ class Export:
         model = self.job.family.build_on_meta(self.job.model, self.job.seed)
         if self.lora is not None:
             model.initial = run_weights(self.job) or model.initial
+            mark_quantized(model, getattr(model, "root", model), self.lora)
         return model
 
     @cached_property
@@ -62,8 +64,11 @@ class Export:
         return read_index(self.checkpoint)
 
     def write(self, folder: Path, max_file_bytes: int) -> int:
-        """Writes config and weights; returns the bytes of the weights."""
+        """Writes config and weights, or else a program; returns the bytes of the weights."""
         job, source = self.job, self.job.model.pretrained_folder
+        if not job.family.has_huggingface_form(job.model):
+            with torch.no_grad():
+                return write_program(folder, *deployable(job, self.load(self.dtype), self.read, self.dtype))
         config = job.family.export_config(job.model) | {"dtype": dtype_name(self.dtype)}
         write_text(folder / "config.json", json.dumps({**config, "torch_dtype": config["dtype"]}, indent=2) + "\n")
         if source is not None:
@@ -166,6 +171,8 @@ class Export:
     @torch.no_grad()
     def check(self, folder: Path) -> str:
         """Loads the folder with transformers; raises RunError if its logits are not those of the run's model."""
+        if (folder / PROGRAM).exists():
+            return check_program(folder)
         try:
             import transformers
         except ImportError:
@@ -262,7 +269,8 @@ def export_run(
         if isinstance(error, OSError):
             raise RunError(f"{out} could not be written: {error.strerror}.") from None
         raise
-    yield f"exported: step {export.step} of {run} to {out}, {size / 1e9:.3g} GB in {dtype_name(export.dtype)}."
+    amount = f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
+    yield f"exported: step {export.step} of {run} to {out}, {amount} in {dtype_name(export.dtype)}."
     yield from filter(None, (checked, added))
 
 

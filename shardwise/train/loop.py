@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -18,8 +19,7 @@ from shardwise.data.input_files import BadRecords
 from shardwise.data.loader import Loader
 from shardwise.data.sample_stream import Samples, job_stream
 from shardwise.errors import DataError, RunError
-from shardwise.integrity.anomaly_policy import AnomalyPolicy, Rollback
-from shardwise.integrity.corruption_detector import CorruptionDetector
+from shardwise.integrity.detectors import AnomalyPolicy, CorruptionDetector, Rollback
 from shardwise.layout import AUTO_SCHEDULES
 from shardwise.models.lora import AdaptedWeights
 from shardwise.optim import job_learning_rate, set_learning_rate
@@ -33,7 +33,7 @@ from shardwise.train.checkpoint import CheckpointManager
 from shardwise.train.local_machine import local_cluster
 from shardwise.train.metrics_processor import MetricsProcessor, Progress, StopFlag, json_number
 from shardwise.train.run_folder import RunFolder, check_none_lost, check_state, defining_values
-from shardwise.train.validate import open_validation_sets, validate_sets
+from shardwise.train.validate import open_validation_sets, score_pairs, validate_sets
 from shardwise.train.warm_start import load_start, run_weights
 
 # The phase of the step timer, by the phase that a rank reports in its heartbeat.
@@ -219,6 +219,8 @@ class TrainingLoop:
 
     def _restore(self) -> int:
         """Loads the newest checkpoint when resuming. Returns the step to continue from."""
+        if self.job.loss.dpo_beta:
+            self._score_pairs()
         if not self.resume:
             load_start(self.job, self.engine, self.optimizer, self.checkpoints.group)
             self._log_event("started", f"training in layout '{self.layout}'.", layout=str(self.layout), step=0)
@@ -242,6 +244,19 @@ class TrainingLoop:
         source = self.checkpoints.source
         self._log_event("resumed", message, layout=str(self.layout), step=first, source=source)
         return first
+
+    def _score_pairs(self) -> None:
+        """Asks the model that training starts from which answers it prefers; the run keeps what it says."""
+        kept: Any = self.checkpoints.group.on_rank_zero(self.folder.preferences)
+        sources: list[Any] = [source for source in (self.training, self.held_out) if len(source)]
+        if kept is None or [len(scores) for scores in kept] != [len(source) for source in sources]:
+            self._set_phase("validating", 0)
+            load_start(self.job, self.engine, self.optimizer, self.checkpoints.group)
+            kept = [score_pairs(self.engine, self.job, source).tolist() for source in sources]
+            if self.is_rank_zero:
+                self.folder.write_preferences(kept)
+        for source, scores in zip(sources, kept, strict=True):
+            source.reference = np.array(scores)
 
     def _snapshot(self, done: int) -> None:
         self._set_phase("saving", done)

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from shardwise.cluster import device_peak_flops
 from shardwise.console import print_line
-from shardwise.integrity.anomaly_policy import Verdict
-from shardwise.integrity.corruption_detector import CorruptionDetector
+from shardwise.integrity.detectors import CorruptionDetector, Verdict
 from shardwise.job import Job
 from shardwise.metrics.rank_metrics import RankMetricsCollector
 from shardwise.metrics.trackers import Tracker

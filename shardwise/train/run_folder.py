@@ -51,6 +51,7 @@ class RunFolder:
         self.errors = path / "errors"
         self.tokenizer = path / "tokenizer.json"
         self.bad_records_path = path / "bad-records.txt"
+        self._preferences = path / "preferences.json"
 
     @classmethod
     def create(cls, job: Job) -> "RunFolder":
@@ -166,6 +167,16 @@ class RunFolder:
                 with atomic_write(path) as file:
                     file.write(rest)
 
+    def preferences(self) -> list[list[float]] | None:
+        """Returns how much the first model of a DPO run prefers each chosen answer, by source; None if not kept."""
+        try:
+            return [[float(score) for score in scores] for scores in parse_json(self._preferences.read_bytes())]
+        except (OSError, TypeError, ValueError):
+            return None
+
+    def write_preferences(self, scores: list[list[float]]) -> None:
+        write_text(self._preferences, json.dumps(scores))
+
     def skipped_batches(self) -> list[tuple[int, int]]:
         """Returns the skipped batches as (step, count): from this step on, that many batches are skipped."""
         path = self.path / "skips.json"
@@ -180,9 +191,9 @@ class RunFolder:
     def add_skip(self, step: int, count: int) -> None:
         write_text(self.path / "skips.json", json.dumps([*self.skipped_batches(), (step, count)]))
 
-    def write_error(self, rank: int, record: dict[str, Any]) -> None:
+    def write_error(self, record: dict[str, Any]) -> None:
         self.errors.mkdir(parents=True, exist_ok=True)
-        write_text(self.errors / f"rank-{rank}.json", json.dumps(record))
+        write_text(self.errors / f"rank-{record['rank']}.json", json.dumps(record))
 
     def error_records(self) -> list[dict[str, Any]]:
         records = (record for path in self.errors.glob("rank-*.json") for record in _read_records(path))

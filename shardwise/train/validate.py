@@ -2,20 +2,21 @@
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from shardwise.comm.axis import Axis
-from shardwise.comm.collectives import all_reduce
+from shardwise.comm.collectives import Axis, all_reduce
 from shardwise.data.make_sources import make_sources
 from shardwise.data.sample_stream import Samples, SampleStream, Source, job_stream, rank_positions
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.errors import DataError
 from shardwise.job import Job
 from shardwise.models.chain import IGNORE_INDEX
+from shardwise.models.preference import collected_gaps
 from shardwise.models.resnet import ClassifierHead
 from shardwise.parallel.engine import Engine
 
@@ -52,7 +53,7 @@ def validate(engine: Engine, job: Job, source: Source, tokenizer: Tokenizer | No
     byte, for images also the accuracy. None if no samples are held out."""
     if len(source) == 0:
         return None
-    data, has_bytes = engine.mesh["data"], job.model.targets_are_text
+    data, has_bytes = engine.mesh["data"], job.model.targets_are_text and not job.loss.dpo_beta
     stream = job_stream(job, source, shuffle=False)
     task = job.family.task(job.model)
     metrics = [] if task is None else sorted(task.metrics)
@@ -62,11 +63,15 @@ def validate(engine: Engine, job: Job, source: Source, tokenizer: Tokenizer | No
     for chain in engine.chains:
         chain.eval()
     for samples, weight in _batches(stream, job, data):
-        batch_loss = engine.evaluate(samples.to(engine.mesh.device)) * weight
+        with collected_gaps() as gaps:
+            batch_loss = engine.evaluate(samples.to(engine.mesh.device)) * weight
         totals[0] += batch_loss.double().cpu() / engine.mesh["tensor"].size
         measured = [chain.take_metrics() for chain in engine.chains]
         for place, name in enumerate(metrics, start=5):
             totals[place] += sum(values.get(name, 0.0) for values in measured) * weight / engine.mesh["tensor"].size
+        if gaps:
+            is_pair = (samples.targets != IGNORE_INDEX).any(1)
+            totals[3] += int(((torch.cat(gaps) < 0).cpu() & is_pair).sum()) / _copies(engine)
         if engine.is_data_leader:
             counted = samples.targets[samples.targets != IGNORE_INDEX]
             totals[1] += float(engine.num_targets(samples)) * weight
@@ -82,11 +87,40 @@ def validate(engine: Engine, job: Job, source: Source, tokenizer: Tokenizer | No
         all_reduce(totals, axis=engine.mesh.all_ranks)
     loss, targets, num_bytes, correct, count, *sums = totals.tolist()
     result = {"loss": loss / targets} | {name: value / count for name, value in zip(metrics, sums, strict=True)}
-    if heads:
+    if heads or job.loss.dpo_beta:
         result["accuracy"] = correct / targets
     if num_bytes:
         result["bits_per_byte"] = loss / math.log(2) / num_bytes
     return result
+
+
+def _copies(engine: Engine) -> int:
+    """Returns how many ranks compute the loss of the same samples."""
+    return engine.mesh["tensor"].size * engine.mesh["context"].size
+
+
+@torch.no_grad()
+def score_pairs(engine: Engine, job: Job, source: Any) -> np.ndarray:
+    """Returns how much the model prefers the chosen answer of each pair of a source: the difference of their
+    log-probabilities. All ranks get all of them."""
+    data, count = engine.mesh["data"], len(source)
+    scores = torch.zeros(count, dtype=torch.float64)
+    stream = job_stream(job, source, shuffle=False)
+    for chain in engine.chains:
+        chain.eval()
+    for number in range(-(-count // job.samples)):
+        indices = rank_positions(number, job.samples, data.size, data.index)
+        with collected_gaps() as gaps:
+            engine.evaluate(stream.read(np.minimum(indices, count - 1)).to(engine.mesh.device))
+        if gaps:
+            within = indices < count
+            scores[indices[within]] = -torch.cat(gaps).double().cpu()[within] / _copies(engine)
+    for chain in engine.chains:
+        chain.train()
+    if engine.mesh.layout.world > 1:
+        scores = scores.to(engine.mesh.device)
+        all_reduce(scores, axis=engine.mesh.all_ranks)
+    return scores.cpu().numpy()
 
 
 def _batches(stream: SampleStream, job: Job, data: Axis) -> Iterator[tuple[Samples, float]]:
@@ -101,7 +135,7 @@ def _batches(stream: SampleStream, job: Job, data: Axis) -> Iterator[tuple[Sampl
             indices = rank_positions(number, job.samples, data.size, data.index)
             samples, beyond = stream.read(np.minimum(indices, held_out - 1)), torch.from_numpy(indices >= count)
             targets = samples.targets.masked_fill(beyond[:, None], IGNORE_INDEX)  # of those that pad the last batch
-            yield Samples(samples.tokens, targets, samples.ids), 1.0
+            yield replace(samples, targets=targets), 1.0
     elif held_out >= job.samples:
         for number in range(min(max(1, job.validation.samples // job.samples), held_out // job.samples)):
             yield stream.read(rank_positions(number, job.samples, data.size, data.index)), 1.0

@@ -30,6 +30,7 @@ from shardwise.job import Job
 from shardwise.layout import Layout
 from shardwise.models.chain import IGNORE_INDEX
 from shardwise.models.objectives import next_token
+from shardwise.models.preference import mark_rejected
 from shardwise.optim import job_learning_rate, set_learning_rate
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
@@ -46,7 +47,6 @@ TOLERANCE = {"float64": 1e-10, "float32": 1e-3, "bf16": 1e-1, "fp16": 1e-2, "fp8
 NORM_FLOOR = {"float64": 1e-6, "float32": 1e-6, "bf16": 0.1, "fp16": 0.1, "fp8": 0.1}
 # A gradient that is zero in theory (a key's bias under softmax) is rounding noise, of which Adam makes a full step.
 NOISE_NORM, NOISE_FLOOR = 1e-12, 1e-3  # relative to the RMS norm: what counts as noise, and the floor of its weights
-Emulation = Callable[[Job, Layout, int, Any], GradientHook]  # arguments: job, layout, steps and model
 QUANTITIES = ("output", "loss", "gradient", "grad_norm", "weight")  # in the order in which a step computes them
 
 
@@ -93,14 +93,12 @@ class VerifyResult:
 
 
 def verify(
-    job: Job, layouts: list[Layout], steps: int = 3, report: Callable[[VerifyResult], None] = lambda _: None,
-    emulate: Emulation | None = None,
-) -> list[VerifyResult]:  # fmt: skip
-    """Compares each layout with the single-process reference. Raises first if the job cannot run in one of them.
-    `emulate`: for tests, makes a hook for the gradients of the reference that does what the layout does to them."""
+    job: Job, layouts: list[Layout], steps: int = 3, report: Callable[[VerifyResult], None] = lambda _: None
+) -> list[VerifyResult]:
+    """Compares each layout with the single-process reference. Raises first if the job cannot run in one of them."""
     for layout in layouts:
         prepare(job, layout)
-    if job.gradient.compress and emulate is None:
+    if job.gradient.compress:
         compress = f"gradient.compress = {job.gradient.compress!r} is lossy, so no layout equals one process"
         raise JobError(f'{compress}; verify the layout without it: --set gradient.compress="".')
     if job.compile is True:
@@ -109,8 +107,8 @@ def verify(
     reference = run_world(_run_reference, 1, job, steps)[0]
     records = []
     for layout in layouts:
-        if emulate is not None or job.local_sgd.every > 1:
-            reference = run_world(_run_reference, 1, job, steps, layout, emulate)[0]
+        if job.local_sgd.every > 1:
+            reference = run_world(_run_reference, 1, job, steps, layout)[0]
         try:
             record = run_world(_compare_layout, layout.world, job, layout, reference, steps)[0]
         except RunError as error:
@@ -138,7 +136,10 @@ class IgnoredTargetsSource(Subset):
 
 
 class PackedSource(IgnoredTargetsSource):
-    """Rows of several documents, of different lengths in each row, as `data.pack` has them."""
+    """Rows of several documents, of different lengths in each row, as `data.pack` has them; as pairs, if there is a
+    beta of DPO."""
+
+    dpo_beta = 0.0
 
     def samples(self, indices: np.ndarray, positions: np.ndarray) -> Samples:
         rows = np.stack([self.read_sample(index) for index in indices.tolist()])
@@ -146,23 +147,29 @@ class PackedSource(IgnoredTargetsSource):
         places = (np.arange(self.length) + 5 * indices[:, None]) % (3 + indices[:, None] % (self.length // 2 + 1))
         is_first = (places == 0) | (np.arange(self.length) == 0)
         targets[:, :-1][is_first[:, 1:]] = IGNORE_INDEX
-        parts = (np.where(is_first, ~tokens, tokens), targets, positions.astype(np.int64))
+        parts = [np.where(is_first, ~tokens, tokens), targets, positions.astype(np.int64)]
+        if self.dpo_beta:  # the first document of a row, and the others
+            is_rejected = np.cumsum(is_first, 1) > 1
+            parts[1] = np.where(is_rejected, mark_rejected(targets), targets)
+            parts.append(np.stack((indices / 3 - 1, np.full(len(indices), self.dpo_beta)), 1))
         return Samples.from_tensors(torch.from_numpy(part) for part in parts)
 
 
 def make_stream(job: Job) -> SampleStream:
     """Returns a stream so short that three steps read more than one epoch."""
     source = synthetic_source(job, max(1, 2 * job.samples - 1))
-    if job.data.pack:
-        return job_stream(job, PackedSource(source, 0, len(source)))
+    if job.is_packed:
+        packed = PackedSource(source, 0, len(source))
+        packed.dpo_beta = job.loss.dpo_beta
+        return job_stream(job, packed)
     has_one_target = job.model.sample_kind != "tokens" or job.model.counts_samples
     return job_stream(job, source if has_one_target else IgnoredTargetsSource(source, 0, len(source)))
 
 
 def _run_reference(
-    job: Job, steps: int, layout: Layout | None = None, emulate: Emulation | None = None
+    job: Job, steps: int, layout: Layout | None = None, make_hook: Callable[[Any], GradientHook] | None = None
 ) -> list[dict[str, Any]]:
-    """Runs the single-process reference; with a layout, it emulates that layout's local SGD."""
+    """Runs the single-process reference; with a layout, it emulates that layout's local SGD. `make_hook`: for tests."""
     record = partial(record_outputs, meta_model(job.model, job.seed).sharding_plan.compared_modules)
     learning_rates = [job_learning_rate(job, number, steps) for number in range(steps)]
     arguments = job, make_stream(job), learning_rates, record, Precision(job.precision).master_dtype
@@ -170,7 +177,6 @@ def _run_reference(
         by_replica = run_local_sgd_reference(layout.replicate, arguments)
         records = [{"replicas": list(replicas)} for replicas in zip(*by_replica, strict=True)]
     else:
-        make_hook = partial(emulate, job, layout, steps) if emulate is not None and layout is not None else None
         records = [step_record for step_record, _ in run_steps(*arguments, make_gradient_hook=make_hook)]
     for result in (replica for step_record in records for replica in step_record.get("replicas", [step_record])):
         result["outputs"] = {name: output_fingerprint(outputs) for name, outputs in result["outputs"].items()}

@@ -50,17 +50,22 @@ def run_steps(
         if job.model.document_separator >= 0:
             ends = (samples.tokens == job.model.document_separator).tolist()
             document_kwargs["document_ids"] = torch.tensor([list(accumulate(row[:-1], initial=0)) for row in ends])
-        if job.data.pack:
+        if job.is_packed:
             rows = [list(accumulate(token < 0 for token in row)) for row in samples.tokens.tolist()]
             document_kwargs["document_ids"] = torch.tensor(rows)
             samples = replace(samples, tokens=samples.tokens.apply_(lambda token: token if token >= 0 else -1 - token))
-        loss = job.family.reference_loss(job.model, model, samples, **document_kwargs)
+        loss = None
+        if samples.preference is None:
+            loss = job.family.reference_loss(job.model, model, samples, **document_kwargs)
         if tables:
             loss = dlrm_loss(job, model, list(tables.values()), samples)
         elif loss is None:
-            logits = model(samples.tokens, ids=samples.ids, **document_kwargs)
+            logits = job.family.reference_logits(job.model, model, samples, **document_kwargs)
             targets = samples.targets[:, -logits.shape[1] :]  # for a T5, the targets of the decoder
-            loss = loss_sum(logits.flatten(0, 1), targets.flatten()) / (targets != IGNORE_INDEX).sum()
+            if samples.preference is not None:
+                loss = dpo_loss(logits, targets, samples.preference)
+            else:
+                loss = loss_sum(logits.flatten(0, 1), targets.flatten()) / (targets != IGNORE_INDEX).sum()
         aux_losses: list[Any] = [getattr(module, "aux_loss", None) for module in model.modules()]
         (loss + sum(aux_loss for aux_loss in aux_losses if aux_loss is not None) / local_batch_size).backward()
         for handle in handles:
@@ -89,6 +94,21 @@ def run_steps(
 
 def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def dpo_loss(logits: Tensor, targets: Tensor, preference: Tensor) -> Tensor:
+    """Returns the mean of DPO's loss (equation 7 of the paper) over the pairs. A target t of the rejected answer is
+    stored as -101 - t."""
+    losses = []
+    for log_probs, row, (reference, beta) in zip(logits.log_softmax(-1), targets.tolist(), preference):
+        margin = -reference
+        for place, target in enumerate(row):
+            if target >= 0:
+                margin = margin + log_probs[place, target]
+            elif target != IGNORE_INDEX:
+                margin = margin - log_probs[place, -101 - target]
+        losses.append(-F.logsigmoid(beta * margin))
+    return torch.stack(losses).mean()
 
 
 def run_local_sgd_reference(count: int, arguments: Any) -> list[list[dict[str, Any]]]:

@@ -61,7 +61,7 @@ def trace(
     ] = None,
 ) -> None:
     """Writes a trace of all ranks for Perfetto or chrome://tracing."""
-    from shardwise.watch.chrome_trace import write_trace
+    from shardwise.watch.report_page import write_trace
 
     with malformed_as_data_error(run):
         path, events = write_trace(run, out)

@@ -22,40 +22,29 @@ from shardwise.files import parse_record, parse_toml
 from shardwise.job import load_job
 from shardwise.watch.page_data import page_data
 from shardwise.watch.report_page import CONTENT_SECURITY_POLICY, render_page, render_run_list
-from shardwise.watch.run_data import END_EVENTS, JsonObject, RunData, is_running
+from shardwise.watch.run_data import END_EVENTS, RunData, is_running
 
 TAIL_BYTES = 1 << 16  # of a log; its last record is shorter
 
 
-def _read_layout(path: Path) -> str:
-    """Parses the part of a plan before its first table, where the layout stands: tables are most of the file."""
-    return str(parse_toml(path.read_text(encoding="utf-8").partition("\n[")[0]).get("layout", ""))
-
-
-def _last_record(path: Path) -> JsonObject:
+@lru_cache(maxsize=1 << 16)
+def _load(path: Path, time_ns: int, size: int) -> Any:
+    """Returns what the list shows of a file; `time_ns` and `size` say which version of it."""
+    if path.name == "job.toml":
+        return load_job(path).total_steps
+    if path.name == "plan.toml":  # the layout stands before the first table: tables are most of the file
+        return str(parse_toml(path.read_text(encoding="utf-8").partition("\n[")[0]).get("layout", ""))
     with path.open("rb") as file:
         file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
         records = (parse_record(line, str) for line in reversed(file.read().splitlines()))
         return next((record for record in records if record is not None), {})
 
 
-LOADERS: dict[str, Callable[[Path], Any]] = {
-    "job.toml": lambda path: load_job(path).total_steps, "plan.toml": _read_layout,
-    "metrics.jsonl": _last_record, "events.jsonl": _last_record,
-}  # fmt: skip
-
-
-@lru_cache(maxsize=1 << 16)
-def _load(path: Path, time_ns: int, size: int) -> Any:
-    """Returns what the list shows of a file; `time_ns` and `size` say which version of it."""
-    return LOADERS[path.name](path)
-
-
 def list_row(path: Path) -> dict[str, Any]:
     """Returns the columns of a run; an error of one run is its status and does not hide the others."""
     found: dict[str, Any] = {}
     errors = []
-    for name in LOADERS:
+    for name in ("job.toml", "plan.toml", "metrics.jsonl", "events.jsonl"):
         try:
             stat = (path / name).stat()
             found[name] = _load(path / name, stat.st_mtime_ns, stat.st_size)

@@ -1,4 +1,11 @@
-"""Finds the rank that caused a hang or a crash, from the files that ranks write (see `shardwise.workers.heartbeat`).
+"""What each rank writes about its progress, and which rank it shows to have caused a hang or a crash.
+
+Each rank records its progress in the run folder, where it outlives the process.
+
+heartbeats/rank-3.json          pid, step, phase and its start time; rewritten on every change and five times a second
+heartbeats/rank-3.stack         on SIGUSR1: the main thread's Python stack, by C code even if Python is stuck; then all
+heartbeats/rank-3.collectives   after a stack dump or a failure: recent collectives of PyTorch's flight recorder and
+                                the ranks of each process group
 
 A rank that was killed or is stopped is the culprit. Otherwise it is the rank that is not in a collective while others
 wait in one. If all ranks wait, their collectives do not match: every step issues the same sequence of collectives, so
@@ -6,12 +13,16 @@ the culprit is the rank that departed from its own sequence or, if that does not
 collective differs from that of most ranks.
 """
 
+import ctypes
+import faulthandler
 import json
+import math
 import os
 import re
 import shutil
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -21,17 +32,137 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from shardwise.console import format_ranks
 from shardwise.errors import JobError
 from shardwise.files import malformed_as_data_error, parse_json, parse_record
 from shardwise.workers.fork_server import signal_all
-from shardwise.workers.heartbeat import TERMINATED, heartbeat_folder, parse_heartbeat, read_heartbeats
+
+INTERVAL = 0.2
+POLL_INTERVAL = 0.05  # seconds between checks for a new stack dump
+TERMINATED = "std::terminate was called"
+AXIS_NAMES = {"default_pg": "world", "undefined": "other"}  # by PyTorch's descriptions of process groups
+RECORD_BYTES = 256  # fixed length, because the record is overwritten in place
+
+
+class Heartbeat:
+    """Writes this rank's heartbeat files. The training thread calls `set_phase` whenever it enters a new phase."""
+
+    def __init__(self, run: Path, rank: int):
+        folder = heartbeat_folder(run)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.rank, self.collectives_path = rank, folder / f"rank-{rank}.collectives"
+        self._phase, self._step, self._since = "starting", 0, time.time()
+        self._identity = {"rank": rank, "pid": os.getpid(), "host": socket.gethostname()}
+        self._lock, self._dump_lock = threading.Lock(), threading.Lock()
+        self._file = os.open(folder / f"rank-{rank}.json", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
+        self._stack = open(folder / f"rank-{rank}.stack", "w")  # noqa: SIM115 - open for the life of the process
+        self.collectives_path.unlink(missing_ok=True)
+        faulthandler.register(signal.SIGUSR1, self._stack, all_threads=False)  # others may run: reading them can crash
+        faulthandler.enable(self._stack)  # dumps the stack on a crash in C code
+        self._on_terminate = _mark_terminate(self._stack.fileno())
+        self._write()
+        threading.Thread(target=self._run, name="shardwise-heartbeat", daemon=True).start()
+
+    def set_phase(self, phase: str, step: int) -> None:
+        self._phase, self._step, self._since = phase, step, time.time()
+        self._write()
+
+    def dump_collectives(self) -> None:
+        """Writes the recent collectives of this rank, with those that have not completed."""
+        joined = dist.distributed_c10d._world.pg_map if dist.is_initialized() else ()
+        groups = {str(group.group_name): dist.get_process_group_ranks(group) for group in joined}
+        record = {"time": time.time(), "collectives": in_flight_collectives(), "groups": groups}
+        temporary = self.collectives_path.with_suffix(".partial")
+        with self._dump_lock:  # a failing training thread and the heartbeat thread may dump at once
+            temporary.write_text(json.dumps(record))
+            temporary.replace(self.collectives_path)
+
+    def _write(self) -> None:
+        # Rounded down: a collective that starts the phase must not seem to precede it (see `RankState.divergence`).
+        progress = {"step": self._step, "phase": self._phase, "since": math.floor(self._since * 1e3) / 1e3}
+        record = {**self._identity, **progress, "heartbeat": round(time.time(), 3)}
+        with self._lock, suppress(OSError):  # a lost disk is reported by whoever needs the data
+            os.pwrite(self._file, json.dumps(record).ljust(RECORD_BYTES - 1)[: RECORD_BYTES - 1].encode() + b"\n", 0)
+
+    def _run(self) -> None:
+        last_stack_size, polls = 0, 0
+        while True:
+            time.sleep(POLL_INTERVAL)
+            polls += 1
+            if polls % round(INTERVAL / POLL_INTERVAL) == 0:
+                self._write()
+            if os.fstat(self._stack.fileno()).st_size != last_stack_size:  # SIGUSR1 arrived
+                faulthandler.dump_traceback(self._stack)  # this thread has the GIL, so no other runs Python
+                last_stack_size = os.fstat(self._stack.fileno()).st_size
+                with suppress(OSError):
+                    self.dump_collectives()
+
+
+def _mark_terminate(file: int) -> Any:
+    """Makes a C++ exception in a native thread, such as gloo's, leave a mark. Returns the handler, to be kept alive."""
+
+    def mark() -> None:
+        if threading.current_thread() is not threading.main_thread():
+            os.write(file, f"{TERMINATED}\n".encode())
+        previous()
+
+    handler = ctypes.CFUNCTYPE(None)(mark)
+    with suppress(OSError, AttributeError):  # another C++ library
+        set_terminate = ctypes.CDLL("libstdc++.so.6")._ZSt13set_terminatePFvvE
+        set_terminate.restype = type(handler)
+        previous = set_terminate(handler)
+    return handler
+
+
+def heartbeat_folder(run: Path) -> Path:
+    return run / "heartbeats"
+
+
+def read_heartbeats(run: Path) -> dict[int, dict[str, Any]]:
+    """Returns the last heartbeat of each rank, except any that is being rewritten right now, or damaged: every field
+    must have its type."""
+    heartbeats = {}
+    for path in heartbeat_folder(run).glob("rank-*.json"):
+        with suppress(OSError):
+            heartbeat = parse_record(path.read_bytes()) or {}
+            is_valid = all(type(heartbeat.get(key)) is int and heartbeat[key] >= 0 for key in ("rank", "pid", "step"))
+            is_valid &= all(isinstance(heartbeat.get(key), int | float) for key in ("since", "heartbeat"))
+            if is_valid and all(isinstance(heartbeat.get(key), str) for key in ("host", "phase")):
+                heartbeats[heartbeat["rank"]] = heartbeat
+    return dict(sorted(heartbeats.items()))
+
+
+def clear_heartbeats(run: Path) -> None:
+    for path in heartbeat_folder(run).glob("rank-*"):
+        path.unlink(missing_ok=True)
+
+
+def in_flight_collectives() -> list[dict[str, Any]]:
+    """Returns recent collectives, oldest first; empty if this PyTorch build has no flight recorder."""
+    dump = getattr(c10d, "_dump_fr_trace_json", None) or getattr(c10d, "_dump_nccl_trace_json", None)
+    if dump is None:
+        return []
+    collectives = []
+    for entry in json.loads(dump()).get("entries", []):
+        number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+        group, axis = entry["process_group"]
+        axis = AXIS_NAMES.get(axis, axis.removeprefix("mesh_"))
+        collectives.append({
+            "group": group, "axis": axis, "number": number, "is_p2p": entry["is_p2p"],
+            "op": entry["profiling_name"].partition(":")[2] or entry["profiling_name"],
+            "sizes": entry["input_sizes"], "types": entry["input_dtypes"], "thread": entry.get("thread_id"),
+            "completed": entry["retired"] or entry["state"] == "completed", "time": entry["time_created_ns"] / 1e9,
+        })  # fmt: skip
+    return collectives
+
 
 FRAME_PATTERN = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 PACKAGE = str(Path(__file__).parent.parent) + os.sep
 DIVERGED = "broke the common order of collectives: it called"
-HEARTBEAT_FILE = "shardwise/workers/heartbeat.py"  # its frames are those of the dump, not of the training code
+HEARTBEAT_FILE = "shardwise/workers/diagnosis.py"  # this file: its frames are those of the dump, not of training
 COLLECTIVES_FILE = "comm/collectives.py"  # a wrapper: report its caller instead
 OBSERVATION_SECONDS = 2.0  # every rank of a healthy run makes progress within this time
 MAX_DIAGNOSES = 8  # diagnoses kept in a run folder
@@ -96,15 +227,12 @@ class RankState:
         ours = [frame for frame in ours if not frame[0].endswith(COLLECTIVES_FILE)][:1]
         innermost = self.frames[:1]
         shown = (ours or innermost) if self.is_waiting else list(dict.fromkeys([*innermost, *ours]))
-        return ", called from ".join(f"{_short_path(file)}:{line} ({name})" for file, line, name in shown)
+        short = [(file.replace(PACKAGE, "shardwise/").rpartition("site-packages/")[2], *rest) for file, *rest in shown]
+        return ", called from ".join(f"{file}:{line} ({name})" for file, line, name in short)
 
 
 def _collective_signature(collective: dict[str, Any]) -> tuple[str, ...]:
     return (collective["group"], collective["op"], str(collective["sizes"]), str(collective["types"]))
-
-
-def _short_path(file: str) -> str:
-    return file.replace(PACKAGE, "shardwise/").rpartition("site-packages/")[2]
 
 
 @dataclass(frozen=True)
@@ -120,20 +248,16 @@ class Diagnosis:
         return " ".join(self.messages[: max(1, len(self.culprits))])
 
 
-def read_rank_states(folder: Path, exit_reasons: dict[int, str]) -> dict[int, RankState]:
-    """Reads the heartbeat, stack and collectives of every rank from a heartbeat folder."""
+def read_rank_states(run: Path, exit_reasons: dict[int, str]) -> dict[int, RankState]:
+    """Reads the heartbeat, stack and collectives of every rank of a run."""
     states = {}
-    for path in folder.glob("rank-*.json"):
+    for rank, heartbeat in read_heartbeats(run).items():
+        path, dump, reason = heartbeat_folder(run) / f"rank-{rank}.collectives", {}, exit_reasons.get(rank, "")
         with suppress(OSError):
-            heartbeat = parse_heartbeat(path.read_bytes())
-            if heartbeat is None:
-                continue
-            rank, dump = heartbeat["rank"], {}
-            with suppress(OSError):
-                dump = parse_record(path.with_suffix(".collectives").read_bytes()) or {}
-            (frames, terminated), reason = _read_frames(path.with_suffix(".stack")), exit_reasons.get(rank, "")
-            states[rank] = RankState(rank, heartbeat, reason, frames, dump.get("collectives", []), terminated)
-    return dict(sorted(states.items()))
+            dump = parse_record(path.read_bytes()) or {}
+        frames, terminated = _read_frames(path.with_suffix(".stack"))
+        states[rank] = RankState(rank, heartbeat, reason, frames, dump.get("collectives", []), terminated)
+    return states
 
 
 def _read_frames(path: Path) -> tuple[list[tuple[str, int, str]], bool]:
@@ -283,7 +407,7 @@ def diagnose_run(run: Path) -> list[str]:
         responsive = {rank: pid for rank, pid in alive.items() if rank not in exit_reasons}
         request_dumps(run, responsive, 2.0, lambda: signal_all(responsive.values(), signal.SIGUSR1))
         with malformed_as_data_error(heartbeat_folder(run)):
-            finding = diagnose(read_rank_states(heartbeat_folder(run), exit_reasons), time.time())
+            finding = diagnose(read_rank_states(run, exit_reasons), time.time())
         headline = f"the run is at step {step}, but some ranks made no progress in the last {OBSERVATION_SECONDS:g} s:"
         return [headline, *finding.messages]
     saved = sorted((run / "doctor").glob("*/diagnosis.json"))

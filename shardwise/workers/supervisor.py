@@ -21,7 +21,7 @@ from typing import Any
 from shardwise.console import format_ranks, pluralize, signal_name
 from shardwise.errors import RunError, ShardwiseError, UserError
 from shardwise.workers import diagnosis
-from shardwise.workers.heartbeat import clear_heartbeats, heartbeat_folder, read_heartbeats
+from shardwise.workers.diagnosis import clear_heartbeats, read_heartbeats
 from shardwise.workers.worker_pool import WorkerGroup, WorkerPool
 
 POLL_SECONDS = 0.1
@@ -227,7 +227,7 @@ class Supervisor:
         diagnosis.request_dumps(self.run_path, ranks, timeout, send_signal, self.worker_pool.receive)
 
     def _record_diagnosis(self, kind: str, exit_reasons: dict[int, str]) -> diagnosis.Diagnosis:
-        rank_states = diagnosis.read_rank_states(heartbeat_folder(self.run_path), exit_reasons)
+        rank_states = diagnosis.read_rank_states(self.run_path, exit_reasons)
         finding = diagnosis.diagnose(rank_states, time.time())
         with suppress(OSError):
             diagnosis.save_diagnosis(self.run_path, finding, kind, exit_reasons)

@@ -16,7 +16,7 @@ from shardwise.adapters.anatomy import Anatomy
 from shardwise.adapters.context_check import context_refusal
 from shardwise.adapters.huggingface.attention import attend_through_shardwise, register, trial
 from shardwise.adapters.huggingface.experts import dispatch_tokens, expert_count
-from shardwise.adapters.huggingface.fused_loss import can_fuse_loss, fuse_loss
+from shardwise.adapters.huggingface.fused_loss import can_fuse_loss, fuse_loss, weigh_pairs
 from shardwise.adapters.huggingface.weights import ModuleWeights
 from shardwise.adapters.module_family import ModuleConfig, ModuleFamily, check_context, meta_chain
 from shardwise.adapters.split_attention import SPLIT
@@ -25,7 +25,9 @@ from shardwise.adapters.tensor_plan import NAMES, guess_plan, make_sharding_plan
 from shardwise.errors import JobError, suggest
 from shardwise.models.layers import positions_in_documents
 from shardwise.models.objectives import MaskedLM, Objective, SpanCorruption, next_token
+from shardwise.models.preference import plain_targets
 from shardwise.models.pretrained_config import read_config_file
+from shardwise.models.quantize import round_quantized
 from shardwise.models.sharding import ShardingPlan
 from shardwise.models.t5_family import T5Config
 
@@ -151,6 +153,10 @@ class HuggingFaceConfig(ModuleConfig):
 
     @property
     def resolved_mask_id(self) -> int:
+        if self.mask_token_id >= self.vocab_size:
+            raise JobError(
+                f"model.mask_token_id = {self.mask_token_id} must be below the vocabulary's {self.vocab_size}."
+            )
         return self.vocab_size - 1 if self.mask_token_id < 0 else self.mask_token_id
 
     @property
@@ -167,6 +173,7 @@ def _transformers() -> Any:
         import transformers
     except ImportError:
         raise JobError('models named "hf:..." need transformers: pip install "shardwise[hf]".') from None
+    transformers.utils.logging.disable_progress_bar()
     return transformers
 
 
@@ -266,6 +273,7 @@ class HuggingFaceFamily(ModuleFamily):
             model_class = model_kind(config)[1]
             read = model_class.from_pretrained(config.weights_folder, config=copy.deepcopy(config.hf), dtype=dtype)
             module.load_state_dict(read.state_dict(), strict=config.lora is None)  # without the adapters
+            round_quantized(module, meta_chain(config).sharding_plan)
         return module
 
     def shrink(self, config: Any) -> Any:
@@ -345,7 +353,12 @@ def make_task(config: Any) -> Task:
         if logits.dim() == 0:  # the head computed the loss
             return logits
         labels = labels[:, -logits.shape[1] :] if kind == "encoder-decoder" else labels
-        return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum")
+        losses = F.cross_entropy(logits.flatten(0, -2), plain_targets(labels).flatten(), reduction="none")
+        if (weigh := weigh_pairs(labels)) is None:
+            return losses.sum()
+        value, weights = weigh(losses.detach())
+        weighted = (losses * weights).sum()
+        return weighted + (value - weighted).detach()
 
     name = "pixel_values" if kind == "image classification" else "input_ids"
 

@@ -30,8 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shardwise.comm.axis import Axis
-from shardwise.comm.collectives import all_reduce, all_to_all
+from shardwise.comm.collectives import Axis, all_reduce, all_to_all
 from shardwise.errors import DataError
 from shardwise.models.family import TableSpec
 from shardwise.optim.param_shard import ParamShard
@@ -323,12 +322,9 @@ class ShardedTables:
         served_rows = self._all_to_all(local_rows[positions], requested_counts, served_counts)
         return positions, requested_counts, served_rows, served_counts
 
-    def fetch(self, route: LookupRoute) -> Tensor:
-        """Fetches the distinct rows of this rank's samples."""
-        return self._fetch_from(self.storage, route)
-
-    def _fetch_from(self, storage: Tensor, route: LookupRoute) -> Tensor:
-        served = storage.index_select(0, route.served_rows)
+    def fetch(self, route: LookupRoute, state: str = "") -> Tensor:
+        """Fetches the distinct rows of this rank's samples, or an optimizer state of them."""
+        served = (self.state[state] if state else self.storage).index_select(0, route.served_rows)
         received = self._all_to_all(served, route.served_counts, route.requested_counts)
         return torch.empty_like(received).index_copy_(0, route.positions, received)
 
@@ -336,7 +332,7 @@ class ShardedTables:
         """Fetches distinct rows by number, and their optimizer state."""
         empty = rows[:0]
         route = LookupRoute(empty, empty, empty, empty, *self._request_rows(rows))
-        return self.fetch(route), {key: self._fetch_from(value, route) for key, value in self.state.items()}
+        return self.fetch(route), {key: self.fetch(route, key) for key in self.state}
 
     def _all_to_all(self, input: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Sends rows of a tensor, so many to each rank, and returns those that arrive."""

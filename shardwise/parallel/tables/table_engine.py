@@ -22,20 +22,9 @@ from shardwise.optim.sparse import CombinedOptimizer
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.prepare import Prepared
-from shardwise.parallel.tables.sharded_tables import (
-    Bags,
-    LookupRoute,
-    ShardedTables,
-    TableShard,
-    place_tables,
-    sum_bags,
-)
+from shardwise.parallel.tables.sharded_tables import Bags, LookupRoute, ShardedTables, place_tables, sum_bags
 
 HOT_ROW_SAMPLES = 32_768  # samples that are read to find the most frequently used rows
-
-
-def place_job_tables(prepared: Prepared, ranks: int) -> list[TableShard]:
-    return place_tables(prepared.tables, ranks, prepared.job.embedding_tables.sharding)
 
 
 def check_host_memory(prepared: Prepared, bytes_per_rank: float) -> None:
@@ -46,7 +35,7 @@ def check_host_memory(prepared: Prepared, bytes_per_rank: float) -> None:
     element_size = 8 if job.precision == "float64" else 4
     copies = 3.0 if job.embedding_tables.optimizer == "adam" else 1.0 + 1.0 / prepared.tables[0].width
     bytes_by_rank = [0.0] * layout.data
-    for shard in place_job_tables(prepared, layout.data):
+    for shard in place_tables(prepared.tables, layout.data, job.embedding_tables.sharding):
         bytes_by_rank[shard.rank] += shard.num_rows * prepared.tables[0].width * element_size * copies
     max_bytes = max(bytes_by_rank)
     if max_bytes > bytes_per_rank:
@@ -142,9 +131,8 @@ def make_tables(prepared: Prepared, mesh: Mesh, dtype: torch.dtype) -> ShardedTa
     if on_gpu and axis.size > 1:
         axis = replace(axis, group=dist.new_group(backend="gloo"))  # rows are in host memory
     job, settings = prepared.job, prepared.job.embedding_tables
-    tables = ShardedTables(
-        prepared.tables, place_job_tables(prepared, axis.size), axis, dtype, settings.optimizer, job.optimizer.betas,
-        job.optimizer.eps, pin_memory=on_gpu,
-    )  # fmt: skip
+    shards = place_tables(prepared.tables, axis.size, settings.sharding)
+    options = settings.optimizer, job.optimizer.betas, job.optimizer.eps
+    tables = ShardedTables(prepared.tables, shards, axis, dtype, *options, pin_memory=on_gpu)
     tables.init_weights(job.seed)
     return tables

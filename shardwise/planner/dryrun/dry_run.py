@@ -244,7 +244,7 @@ def _record_step(job: Job, layout: Layout, micro_batches: int, fake: bool) -> St
             tracker.mark(states, "host" if job.optimizer.offload else "optimizer")
             before_batch = tracker.now()
             if engine.pipeline is not None:
-                engine.pipeline.schedule.initialize()
+                engine.pipeline.initialize()
             count = micro_batches * engine.batch.micro_batch
             zeros = (torch.zeros(count, *tensor.shape[1:], dtype=tensor.dtype) for tensor in example.tensors)
             samples = Samples.from_tensors(zeros)
@@ -277,7 +277,8 @@ def _fused_loss(
     """Allocates what the fused loss kernel does: the gradient overwrites the logits."""
     if vocab_shard is not None or padded_logits.dtype == torch.float64:
         return softmax_loss(padded_logits, targets, vocab_shard, vocab)
-    return padded_logits.new_zeros((), dtype=torch.promote_types(padded_logits.dtype, torch.float32)), padded_logits
+    dtype = torch.promote_types(padded_logits.dtype, torch.float32)
+    return padded_logits.new_zeros(len(targets), dtype=dtype), padded_logits
 
 
 softmax_loss = loss.cross_entropy_with_grad

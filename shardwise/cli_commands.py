@@ -1,0 +1,299 @@
+"""The commands for clusters, trained models and scaling laws, and the options that several commands share."""
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from typer import Argument, Exit, Option
+
+from shardwise import quick_import
+from shardwise.console import print_line
+from shardwise.errors import DataError, JobError
+from shardwise.files import require_parent_folder, write_text
+from shardwise.job import load_job
+from shardwise.watch import command as watch
+
+JobFile = Annotated[Path | None, Argument(help="Job file (TOML); default: the built-in demo.", show_default=False)]
+Overrides = Annotated[list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override a job key; repeatable.")]
+LayoutOption = Annotated[str | None, Option(help='Layout, e.g. "shard=4 tensor=2"; short for --set layout=...')]
+JsonFlag = Annotated[bool, Option("--json", help="Print JSON instead of text.")]
+
+
+def where(
+    folder: Annotated[Path, Argument(exists=True, help="Folder whose storage is described.")] = Path("."),
+    as_json: JsonFlag = False,
+) -> None:
+    """Shows which scheduler started this process, what says so, its rank or node, devices, links and storage."""
+    found = quick_import("shardwise.launch.where")
+    from shardwise.launch.cluster_environment import detect
+
+    place = found.describe_place(detect(), folder)
+    print_line(json.dumps(place) if as_json else found.place_text(place))
+
+
+def submit(
+    job_file: Annotated[Path, Argument(help="Job file (TOML).")],
+    kind: Annotated[str | None, Argument(help="With --k8s: trainjob, for Kubeflow Trainer.")] = None,
+    overrides: Overrides = None,
+    slurm: Annotated[bool, Option("--slurm", help="Submit to Slurm by sbatch.")] = False,
+    k8s: Annotated[bool, Option("--k8s", help="Submit to Kubernetes by kubectl.")] = False,
+    ray: Annotated[bool, Option("--ray", help="Start on the Ray cluster of this machine or RAY_ADDRESS.")] = False,
+    ssh: Annotated[str | None, Option(metavar="HOSTS", help="Start by ssh: a file of hosts, or host,host.")] = None,
+    nodes: Annotated[int, Option(min=1, help="Number of nodes; with --ssh, the number of hosts.")] = 1,
+    gpus_per_node: Annotated[int, Option(min=0, help="GPUs of each node.")] = 0,
+    cpus_per_node: Annotated[int, Option(min=0, help="CPU cores of each node (Slurm); 0: its default.")] = 0,
+    time: Annotated[str, Option(help="Time limit (Slurm), e.g. 24h; the run goes on in the next one.")] = "",
+    partition: Annotated[str, Option(help="Partition (Slurm).")] = "",
+    account: Annotated[str, Option(help="Account (Slurm).")] = "",
+    sweep: Annotated[str, Option(metavar="KEY=V,V", help="A job array (Slurm) with a run for each value.")] = "",
+    image: Annotated[str, Option(help="Container image with Shardwise (Kubernetes).")] = "",
+    volume: Annotated[str, Option(help="Existing volume claim (Kubernetes); default: a new one of --storage.")] = "",
+    storage: Annotated[str, Option(help="Size of the new volume claim (Kubernetes).")] = "100Gi",
+    address: Annotated[str, Option(metavar="HOST:PORT", help="Address of node 0 (ssh); default: first host.")] = "",
+    python: Annotated[str, Option(help="Python on the nodes; default: this one (Kubernetes: python).")] = "",
+    dry_run: Annotated[bool, Option("--dry-run", help="Only write and show the file.")] = False,
+) -> None:
+    """Writes what a scheduler needs to run a job on several nodes, shows it and submits it. It resumes by itself."""
+    if [slurm, k8s, ray, bool(ssh)].count(True) != 1:
+        raise JobError("choose where to submit: one of --slurm, --k8s, --ray and --ssh HOSTS.")
+    if kind is not None and not (k8s and kind == "trainjob"):
+        raise JobError(f"{kind!r} is not known here; `--k8s trainjob` submits a TrainJob of Kubeflow Trainer.")
+    if k8s and not image:
+        raise JobError("--k8s needs --image, a container image in which `python -m shardwise` works.")
+    if sweep and not slurm:
+        raise JobError("--sweep submits a job array of Slurm; elsewhere, submit a job for each value.")
+    load_job(job_file, overrides or [])
+    try:
+        hosts = ssh.replace(",", "\n").split() if ssh else []
+        if ssh and ("/" in ssh or ssh.endswith(".txt") or Path(ssh).is_file()):
+            hosts = Path(ssh).read_text().split()
+    except (OSError, ValueError) as error:
+        raise JobError(f"--ssh {ssh} cannot be read: {getattr(error, 'strerror', None) or 'it is no text'}.") from None
+    if ssh and not hosts:
+        raise JobError(f"--ssh {ssh} names no host; list hosts in a file, one per line, or as a,b.")
+    options = {
+        "nodes": len(hosts) or nodes, "gpus": gpus_per_node, "cpus": cpus_per_node, "time": time, "sweep": sweep,
+        "partition": partition, "account": account, "image": image, "volume": volume, "storage": storage,
+        "address": address, "python": python,
+    }  # fmt: skip
+    chosen = {"slurm": slurm, "trainjob": kind, "k8s": k8s, "ray": ray, "ssh": ssh}
+
+    from shardwise.launch.submit import Submission
+
+    name = next(name for name, is_chosen in chosen.items() if is_chosen)
+    submission = Submission(name, job_file, overrides or [], hosts, options)
+    print_line(submission.write(shlex.join(["shardwise", *sys.argv[1:]])))
+    print_line(f"written:    {submission.path}")
+    if not dry_run:
+        submission.submit(print_line)
+
+
+def sweep(
+    job_file: Annotated[Path, Argument(help="Job file (TOML).")],
+    over: Annotated[list[str], Option(metavar="KEY=V,V", help="Values of a job key; repeatable: all combinations.")],
+    overrides: Overrides = None,
+    out: Annotated[Path | None, Option(help="Folder of the runs; default: runs/sweep-JOB.")] = None,
+    parallel: Annotated[int, Option(min=1, help="Number of runs side by side.")] = 1,
+    halve: Annotated[bool, Option(help="Stop the worse half early, repeatedly; --no-halve trains all.")] = True,
+) -> None:
+    """Trains a job for each combination of values, and compares the runs on one page. The same command continues it."""
+    run_sweep = quick_import("shardwise.launch.sweep").run_sweep
+
+    out = out or Path("runs", f"sweep-{job_file.stem}")
+    trials = run_sweep(job_file, overrides or [], over, out, parallel, halve, print_line)
+    ran = [trial for trial in trials if trial.step]
+    if len(ran) > 1:
+        from shardwise.watch import compare, report_page
+
+        comparison = compare.compare([trial.folder for trial in ran])
+        write_text(out / "sweep.html", report_page.render_page(comparison, "Runs compared"))
+        print_line(f"compared:   {out / 'sweep.html'}")
+    if not ran or ran[0].problem:
+        raise Exit(1)
+    print_line(f"best:       {ran[0].name}, loss {ran[0].loss:.4f} at step {ran[0].step}, {ran[0].folder}")
+
+
+def preflight(folder: Path, as_json: bool) -> None:
+    """Measures the world of this process, or this machine; exits with 1 if something is slow."""
+    found = quick_import("shardwise.launch.where")
+    from shardwise.launch.cluster_environment import detect
+
+    environment = detect()
+    measured = found.measure_world(environment, folder)
+    problems = found.find_problems(measured)
+    if environment.is_main:
+        print_line(json.dumps({"ranks": measured, "problems": problems}) if as_json else found.preflight_text(measured))
+        raise Exit(1 if problems else 0)
+
+
+StepOption = Annotated[str, Option(help="Checkpoint: a step, or best; default: the newest.")]
+
+
+def sample(
+    run: Annotated[Path, Argument(help="Run folder with a checkpoint.")],
+    prompt: Annotated[list[str] | None, Option(help="Text to continue; repeatable.")] = None,
+    tokens: Annotated[int, Option(min=1, help="Number of tokens to generate.")] = 256,
+    temperature: Annotated[float, Option(min=0.0, help="Sampling temperature; 0 is greedy decoding.")] = 0.8,
+    top_k: Annotated[int, Option(min=0, help="Choose among the K most likely tokens; 0: among all.")] = 0,
+    top_p: Annotated[float, Option(min=0.0, help="Choose among tokens that together have this probability.")] = 1.0,
+    stop: Annotated[list[str] | None, Option(help="End the text before this string; repeatable.")] = None,
+    seed: Annotated[int, Option(min=0, help="Sampling seed.")] = 0,
+) -> None:
+    """Generates text with the model of a run, on one device."""
+    generate = quick_import("shardwise.train.generate")
+
+    sampling = generate.Sampling(tokens, temperature, top_k, top_p, tuple(stop or ()), seed=seed)
+    for text in generate.sample_run(run, prompt or [""], sampling):
+        print_line(text)
+
+
+def evaluate(
+    path: Annotated[Path, Argument(metavar="RUN|FOLDER", help="Run folder, or a Hugging Face folder.")],
+    data: Annotated[list[str] | None, Option(help="Text or JSONL file for the perplexity; repeatable.")] = None,
+    tasks: Annotated[list[Path] | None, Option(help="Task file (YAML, as lm-eval's); repeatable.")] = None,
+    layout: Annotated[str, Option(help='Layout, e.g. "tensor=2"; default: one process.')] = "",
+    step: StepOption = "",
+    batch: Annotated[int, Option(min=1, help="Rows that are computed at once.")] = 8,
+    overrides: Overrides = None, as_json: JsonFlag = False,
+) -> None:  # fmt: skip
+    """Evaluates a model on files and tasks: perplexity, multiple choice, exact match, metrics of your own."""
+    module = quick_import("shardwise.eval.tasks")
+
+    found = module.evaluate(path, data or [], tasks or [], layout, step, overrides or [], batch)
+    if os.environ.get("RANK", "0") == "0":
+        for line in [module.results_json(found)] if as_json else module.results_text(found):
+            print_line(line)
+
+
+DtypeOption = Annotated[str, Option(help="float32, bf16, fp16 or float64; auto: as the run's first weights.")]
+ShardSize = Annotated[float, Option(min=0.001, help="Size of the largest weight file, in GB.")]
+CheckFlag = Annotated[bool, Option("--check", help="Load it with transformers and compare; write a reference sample.")]
+Gates = Annotated[list[str] | None, Option("--gate", help='Condition, e.g. "validation.loss <= 2.1"; repeatable.')]
+OutFolder = Annotated[Path, Argument(help="Folder to write; it must not exist.")]
+
+
+def export(
+    run: Annotated[Path, Argument(help="Run folder with a checkpoint.")], out: OutFolder, step: StepOption = "",
+    dtype: DtypeOption = "auto", max_shard_size: ShardSize = 5.0, check: CheckFlag = False, gate: Gates = None,
+) -> None:  # fmt: skip
+    """Writes a run as a folder that transformers loads, with model card, proof and data profile."""
+    _hand_over(run, out, step, dtype, max_shard_size, check, gate, merges=False)
+
+
+def merge(
+    run: Annotated[Path, Argument(help="Run folder with a checkpoint of adapters (model.lora).")], out: OutFolder,
+    step: StepOption = "", dtype: DtypeOption = "auto", max_shard_size: ShardSize = 5.0, check: CheckFlag = False,
+    gate: Gates = None,
+) -> None:  # fmt: skip
+    """Adds the adapters of a run to the weights that it started from, and writes a folder that transformers loads."""
+    _hand_over(run, out, step, dtype, max_shard_size, check, gate, merges=True)
+
+
+def _hand_over(
+    run: Path, out: Path, step: str, dtype: str, gigabytes: float, check: bool, gates: list[str] | None, merges: bool
+) -> None:
+    hand_over = quick_import("shardwise.export.handover").hand_over
+
+    for sentence in hand_over(run, out, step, dtype, int(gigabytes * 1e9), check, merges, gates or []):
+        print_line(sentence)
+
+
+def drift(
+    profile: Annotated[Path, Argument(help="The data-profile.json of an export.")],
+    new: Annotated[str, Argument(help="New data: a file or folder of the same kind, or another profile (.json).")],
+    threshold: Annotated[float, Option(min=0.0, help="PSI above which a column counts as moved.")] = 0.1,
+    page: Annotated[Path | None, Option("--html", help="Write a page with the histograms side by side.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Compares new data with the profile of the training data, column by column; exits with 1 if one has drifted."""
+    module = quick_import("shardwise.export.drift")
+
+    require_parent_folder(page)
+    found = module.drift(profile, new, threshold, page)
+    print_line(module.drift_json(found) if as_json else module.drift_text(found))
+    if any(column.drifted for column in found):
+        raise Exit(1)
+
+
+COMMANDS: dict[str, Any] = {function.__name__: function for function in (where, submit, sweep, *watch.COMMANDS, sample)}
+COMMANDS |= {"eval": evaluate, "export": export, "merge": merge, "drift": drift}
+laws = typer.Typer(
+    no_args_is_help=True, rich_markup_mode="markdown",
+    help="Scaling laws: choose model size and token count for a compute budget.",
+)  # fmt: skip
+
+
+def check_count(scope: str) -> str:
+    if scope not in ("all", "blocks"):
+        raise DataError(f"--count {scope!r}: use all or blocks.")
+    return scope
+
+
+ParameterScope = Annotated[
+    str, Option("--count", callback=check_count, help="Parameters to count: all, or blocks (no embeddings or head).")
+]
+
+
+def _print(values: Any, lines: Iterable[str], as_json: bool) -> None:
+    print_line(json.dumps(values) if as_json else "\n".join(lines))
+
+
+@laws.command("design")
+def laws_design(
+    budget: Annotated[str, Option(metavar="LOW:HIGH", help="Smallest and largest compute budget, in FLOPs; required.")],
+    budgets: Annotated[int, Option(min=1, help="Number of compute budgets.")] = 3,
+    sizes: Annotated[int, Option(min=1, help="Number of model sizes per budget.")] = 5,
+    spread: Annotated[float, Option(min=1.0, help="Ratio of the largest to the middle model size.")] = 4.0,
+    out: Annotated[Path, Option("--out", "-o", help="Folder for the job files and their runs.")] = Path("laws"),
+    overrides: Overrides = None, counts: ParameterScope = "all", as_json: JsonFlag = False,
+) -> None:  # fmt: skip
+    """Writes a grid of small jobs for fitting a scaling law: several compute budgets, several model sizes each."""
+    from shardwise.laws.budget import design_grid, design_lines, parse_budget, write_grid
+
+    rows = write_grid(design_grid(*parse_budget(budget), budgets, sizes, spread, overrides or [], counts, out))
+    _print(rows, design_lines(rows, out), as_json)
+
+
+@laws.command("fit")
+def laws_fit(
+    runs: Annotated[list[Path], Argument(help="CSV file, run folders, or folders of run folders.")],
+    drop: Annotated[int | None, Option("--drop-highest", min=0, help="Exclude the N highest losses instead.")] = None,
+    draws: Annotated[int, Option(min=20, help="Number of bootstrap fits for the confidence intervals.")] = 400,
+    seed: Annotated[int, Option(min=0, help="Seed of the bootstrap weights.")] = 0,
+    counts: ParameterScope = "all",
+    out: Annotated[Path | None, Option("--out", "-o", help="Write the fit to this file (JSON).")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Fits L(N, D) = E + A / N^alpha + B / D^beta to runs, with confidence intervals, residuals and outliers."""
+    from shardwise.files import write_text
+    from shardwise.laws.fit import fit_as_dict, fit_lines, fit_scaling_law, read_runs
+
+    values = fit_as_dict(fit_scaling_law(read_runs(runs, counts), drop, draws, seed))
+    if out is not None:
+        write_text(out, json.dumps(values) + "\n")
+    _print(values, fit_lines(values), as_json)
+
+
+@laws.command("recommend")
+def laws_recommend(
+    flops: Annotated[float | None, Option(help="Compute budget in FLOPs; alternatively, --days.")] = None,
+    devices: Annotated[int | None, Option(min=1, help="Number of devices; needs --cluster.")] = None,
+    cluster: Annotated[str | None, Option(help="Cluster preset or calibrated file; needs --devices.")] = None,
+    days: Annotated[float | None, Option(help="Time budget in days; needs --devices and --cluster.")] = None,
+    law: Annotated[Path | None, Option(help="Saved fit (JSON); default: the built-in law.")] = None,
+    overrides: Overrides = None, as_json: JsonFlag = False,
+) -> None:  # fmt: skip
+    """Recommends model size and tokens for a compute budget, and predicts its loss and that of other sizes."""
+    from shardwise.files import malformed_as_data_error
+    from shardwise.laws.budget import recommend_lines, recommend_with_plan
+    from shardwise.laws.fit import published_law, read_fitted_law
+
+    fitted_law = published_law() if law is None else read_fitted_law(law)
+    with malformed_as_data_error(law or Path("the built-in law")):
+        result = recommend_with_plan(fitted_law, flops, days, devices, cluster, overrides or [])
+        _print(result, recommend_lines(result, fitted_law.law.E), as_json)
