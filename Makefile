@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
 
 # Scripts beside the house: that what they call is there, and takes what it is given.
 LOOSELY := $(addprefix --disable-error-code ,union-attr arg-type operator misc assignment call-overload no-untyped-def)
@@ -18,10 +19,12 @@ test: $(STAMP)
 test-all: $(STAMP)
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal --all
 
-# Slurm's and Ray's own daemons, sshd, network namespaces, object stores, long tests; what is not installed is skipped with a sentence.
-test-clusters: $(STAMP)
+# Slurm's and Ray's own daemons, sshd, network namespaces, object stores, the wheel, the site, long tests; what is not
+# installed is skipped with a sentence.
+test-clusters: $(DOCS_STAMP)
 	$(BIN)/python -m pytest tests/test_slurm.py tests/test_ray.py tests/test_submit.py tests/test_nodes.py \
 		tests/test_run_store.py tests/test_preflight.py tests/test_tutorial_tune.py \
+		tests/test_packaging.py tests/test_site.py \
 		tests/test_trainer.py::test_every_way_to_start_gives_the_same_losses \
 		tests/test_embedding.py::test_the_example_trains_learns_and_goes_on_elsewhere \
 		tests/test_train.py::test_under_torchrun_it_joins_that_world_and_sample_writes_text
@@ -37,14 +40,21 @@ lint: $(STAMP)
 	MYPYPATH=benchmarks $(BIN)/mypy --explicit-package-bases $(LOOSELY) benchmarks/*.py tools/*.py
 	$(BIN)/python tools/house.py
 
-docs: $(STAMP)
+# The generated parts of the pages, then the site from them: `python3 -m http.server -d build/site` shows it.
+docs: $(DOCS_STAMP)
 	$(BIN)/python tools/docs.py
 	$(BIN)/python tools/plots.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet
+	$(BIN)/python tools/check_site.py
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $(STAMP)
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[docs]"
+	touch $(DOCS_STAMP)
 
 clean:
 	rm -rf $(VENV) runs build *.egg-info

@@ -16,7 +16,7 @@ import sys
 from importlib import import_module
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _PUBLIC_NAMES = {
     "Callback": "shardwise.adapters.task", "Engine": "shardwise.parallel.engine", "Family": "shardwise.models.family",

@@ -37,7 +37,7 @@ THINNED = {
     "test_t5_in_any_layout": 4, "test_bert_in_any_layout": 4, "test_resnet_in_any_layout": 4,
     "test_replicas_are_those_of_one_process": 4, "test_layouts_compute_what_one_process_computes": 4,
     "test_training_is_that_of_one_process": 4, "test_sums_are_those_of_one_process": 8, "test_exact": 4,
-    "test_every_example_takes_steps": 4, "test_compiled_blocks": 4,
+    "test_every_example_takes_steps": 4, "test_the_job_trains_when_it_is_tiny": 4, "test_compiled_blocks": 4,
     "test_tier_by_tier": 13, "test_killed_and_resumed_elsewhere": 4, "test_killed_and_resumed_in_place_is_bitwise": 4,
     "test_bf16": 4, "test_a_damaged_file_ends_in_a_sentence": 80,
     "test_zero_1_holds_whole_weights_and_gradients": 4, "test_zero_2_holds_whole_weights_and_pieces_of_gradients": 4,
@@ -72,11 +72,12 @@ THINNED = {
 # These run one case of each kind, which is the first word of the case's id: each planted bug once, in one layout.
 ONE_OF_EACH = ("test_caught", "test_the_culprit_is_named")
 
-# Real schedulers, networks, nodes, stores, and a whole tutorial: up to a minute each. `make test-clusters` runs these
-# files and tests, one after the other; so does naming their file.
+# Real schedulers, networks, nodes, stores, a whole tutorial, the wheel, the site: up to a minute each.
+# `make test-clusters` runs these files and tests, one after the other; so does naming their file.
 ON_CLUSTERS = (
     "test_slurm.py", "test_ray.py", "test_submit.py", "test_nodes.py", "test_run_store.py", "test_preflight.py",
-    "test_tutorial_tune.py", "test_every_way_to_start_gives_the_same_losses",
+    "test_tutorial_tune.py", "test_packaging.py", "test_the_site_is_built_whole", "test_pages_in_a_browser",
+    "test_every_way_to_start_gives_the_same_losses",
     "test_the_example_trains_learns_and_goes_on_elsewhere",
     "test_under_torchrun_it_joins_that_world_and_sample_writes_text",
 )  # fmt: skip

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from test_docs import ROOT, blocks
@@ -37,6 +38,7 @@ EXACT = ("job:", "layout:", "shardwise:")  # lines whose numbers do not vary
 YOUR_JOB = "a template for the reader's own job; the tutorial runs the same command"
 TRAINS = "trains for more than seconds; tests/test_train.py trains, stops and resumes"
 MEASURES = "measures this machine for a minute, or needs that measurement"
+TINY = "a job for many GPUs; tests/test_peers.py plans it, and trains it when it is tiny"
 FOLDER = "needs a Hugging Face folder; tests/test_weights.py makes some"
 SKIPPED = {
     'shardwise train job.toml --set layout="pipeline=2 tensor=2"': YOUR_JOB,
@@ -72,6 +74,17 @@ SKIPPED = {
     'shardwise dryrun examples/gpt-1t.toml --layout "pipeline=64 tensor=8 shard=6 micro_batch=1 recompute=full"': (
         "takes a minute; tests/test_dryrun.py runs smaller ones"
     ),
+    **{
+        f"shardwise plan job.toml --cluster {cluster}": TINY
+        for cluster in ("h100 --devices 64", "h100 --devices 8", "a100-80g --devices 1024")
+    },
+    "shardwise sweep job.toml --over optimizer.lr=1e-4,3e-4,1e-3 --over model.lora.rank=8,32": YOUR_JOB,
+    'shardwise verify job.toml --shrink --layout "pipeline=2 shard=2 tensor=2"': TINY,
+    'shardwise verify job.toml --shrink --layout "shard=2 tensor=2 zero=3"': TINY,
+    'shardwise verify job.toml --shrink --layout "shard=2 zero=3"': TINY,
+    "shardwise train job.toml": TINY,
+    "shardwise submit job.toml --slurm --nodes 8 --gpus-per-node 8": "needs Slurm; tests/test_slurm.py submits",
+    "shardwise submit job.toml --slurm --nodes 128 --gpus-per-node 8": "needs Slurm; tests/test_slurm.py submits",
     "shardwise submit first.toml --slurm --nodes 2": "needs Slurm; tests/test_slurm.py submits",
     "shardwise submit first.toml --ray --nodes 2 --gpus-per-node 8": "needs Ray; tests/test_ray.py submits",
     "shardwise watch runs/0001": "serves until Ctrl-C; tests/test_watch.py asks the server",
@@ -192,3 +205,6 @@ def test_the_demo_is_the_one_shown() -> None:
     (layout,) = re.findall(r"^layout: (.*?) \(", demo, re.MULTILINE)
     _print_summary(prepare(job, Layout.parse(layout)), lines.append)
     assert lines and all(line in demo.splitlines() for line in lines), lines
+    drawn = ElementTree.parse(ROOT / "docs" / "demo.svg").getroot()
+    recorded = {"".join(text.itertext()) for text in drawn.iter("{http://www.w3.org/2000/svg}text")}
+    assert all(line in recorded for line in lines), "what is printed has changed: run tools/record.py"

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
+import json
 import re
 import shlex
 import sys
+import textwrap
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 import typer
+import yaml
 
 from shardwise.cli import app
 from shardwise.errors import UserError
@@ -25,6 +30,7 @@ from shardwise.train.local_machine import choose_plan
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+LINKED = sorted([*PAGES, *ROOT.glob("examples/**/*.md"), *ROOT.glob("benchmarks/*.md"), *ROOT.glob(".github/*.md")])
 EXAMPLES = sorted(ROOT.glob("examples/*.toml"))
 LONGEST = 120  # lines of a page, generated parts apart
 
@@ -34,6 +40,11 @@ GENERATED = re.compile(r"<!-- generated: .*?<!-- end generated -->", re.DOTALL)
 LINK = re.compile(r"(?<!`)!?\[[^\]]*\]\(([^)\s]+)\)")
 COMMAND = re.compile(r"(?:^|[\s`])shardwise ((?:train|verify|sample|data)(?:\s.*)?)$")
 FILE = re.compile(r"(?:shardwise|tests|benchmarks|tools|docs|examples)/[\w./-]*")
+PARSERS: dict[str, Any] = {
+    "toml": tomllib.loads, "json": json.loads, "jsonl": lambda text: [*map(json.loads, text.splitlines())],
+    "python": ast.parse, "yaml": yaml.safe_load, "jinja": jinja2.Environment().parse,
+    "console": str, "text": str, "bash": str, "sh": str,
+}  # fmt: skip
 
 
 def name_of(page: Path) -> str:
@@ -96,7 +107,7 @@ def test_every_key_has_a_meaning() -> None:
         assert meaning, f"{section}.{name} has neither a docstring nor a meaning in tools/docs.py"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
+@pytest.mark.parametrize("page", LINKED, ids=name_of)
 def test_links_resolve(page: Path) -> None:
     for link in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
         if link.startswith(("http://", "https://")):
@@ -140,6 +151,14 @@ def test_toml_blocks_are_jobs(page: Path) -> None:
         job = make_job(tomllib.loads(text))
         if job.layout != "auto":
             prepare(job, Layout.parse(job.layout))
+
+
+@pytest.mark.parametrize("page", LINKED, ids=name_of)
+def test_code_blocks_parse(page: Path) -> None:
+    """Every block says its language, and is in it."""
+    for language, text in FENCE.findall(page.read_text(encoding="utf-8")):
+        assert language in PARSERS, f"a block in {language or 'no language'}"
+        PARSERS[language](textwrap.dedent(text))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

@@ -18,9 +18,11 @@ import sys
 import textwrap
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
+import peer_tables
 import support_table as support
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -398,6 +400,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "names": names,
     "limits": limits,
     "errors": error_tree,
+    **{f"from-{name}": partial(peer_tables.peer_table, name) for name in peer_tables.FLAGS},
 }
 
 
