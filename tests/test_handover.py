@@ -58,6 +58,9 @@ def test_folder_has_card_proof_profile_and_reference(exported: tuple[RunFolder, 
     assert len(reference["greedy_ids"]) >= 8 and smoke_test(out) == ""
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     assert tokenizer.decode(reference["greedy_ids"]) == reference["text"] and tokenizer.eos_token == "<|end|>"
+    quantiles = read_profile(out / "data-profile.json")["quantiles"]
+    assert all(len(values) == 21 and values == sorted(values) for values in quantiles.values())
+    assert 0.0 < quantiles["entropy"][10] < np.log(300) and quantiles["loss"][0] < loss < quantiles["loss"][20]
     assert "pipeline_model_type: " in (out / "MLmodel").read_text()
     assert set(read_profile(out / "data-profile.json")["columns"]) >= {"length", "tokens", "letters", "duplicate"}
 

@@ -17,9 +17,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from shardwise import __version__
+from shardwise.data.sample_stream import job_stream
 from shardwise.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from shardwise.errors import DataError, JobError, RunError
 from shardwise.export.drift import profile_data
@@ -27,6 +29,7 @@ from shardwise.export.smoke import greedy_tokens, logits_checksum
 from shardwise.files import parse_json, write_text
 from shardwise.job import ExportConfig
 from shardwise.metrics.trackers import numbers_of
+from shardwise.models.chain import IGNORE_INDEX
 from shardwise.parallel.prepare import forward_flops
 from shardwise.train.checkpoint_folder import read_manifest
 from shardwise.train.dcp_storage import dtype_name
@@ -38,7 +41,7 @@ from shardwise.train.run_folder import RunFolder
 COMPARE = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}
 ASSETS = Path(__file__).parent / "assets"
 WATTS = {"GPU": 700, "CPU": 65}  # per process
-PROMPT_TOKENS, GREEDY_TOKENS = 16, 16
+PROMPT_TOKENS, GREEDY_TOKENS, PROFILED_SAMPLES = 16, 16, 32
 
 
 def hand_over(
@@ -100,9 +103,11 @@ def _write_beside(folder: RunFolder, export: Export, out: Path, checked: str, me
     model = tokens if job.model.sample_kind == "tokens" else job.model.model_dump(exclude={"weights", "lora"})
     data = {"source": "text" if job.data.mix else job.data.source, "text_field": job.data.text_field}
     profile = {"version": 1, "model": model, "data": data, "columns": columns, "problem": problem}
-    write_text(out / "data-profile.json", json.dumps(profile))
     if checked and (out / "config.json").exists() and (job.model.is_causal_lm or job.model.targets_are_text):
-        told = _write_reference(folder, export, out, tokenizer)
+        decoder = LocalDecoder(export.load(torch.float32), export.job.model)
+        told = _write_reference(folder, decoder, out, tokenizer)
+        profile["quantiles"] = _loss_quantiles(folder, decoder)
+    write_text(out / "data-profile.json", json.dumps(profile))
     facts = _facts(folder, export, merge)
     write_text(out / "README.md", (ASSETS / "card.md").read_text(encoding="utf-8").format(**facts))
     if not (out / PROGRAM).exists():  # of which MLflow knows nothing
@@ -133,9 +138,33 @@ def _write_tokenizer_config(out: Path, tokenizer: HuggingFaceTokenizer, length: 
 
 
 @torch.no_grad()
-def _write_reference(folder: RunFolder, export: Export, out: Path, tokenizer: Tokenizer | None) -> str:
+def _loss_quantiles(folder: RunFolder, decoder: LocalDecoder) -> dict[str, list[float]]:
+    """Returns 21 quantiles of the loss and of the entropy of the model's predictions, over the tokens of held-out
+    samples; of training samples, if none are held out."""
+    job = folder.job()
+    if job.loss.dpo_beta:
+        return {}
+    job = job.model_copy(update={"data": job.data.model_copy(update={"pack": False})})
+    try:
+        training, held_out, _ = folder.sources(job)
+    except (DataError, JobError):  # the data is elsewhere
+        return {}
+    source = held_out if len(held_out) else training
+    samples = job_stream(job, source, shuffle=False).read(np.arange(min(PROFILED_SAMPLES, len(source))))
+    losses, entropies = [], []
+    for tokens, targets in zip(samples.tokens, samples.targets):
+        counts = targets != IGNORE_INDEX
+        log_probs = decoder.logits(tokens.unsqueeze(0))[0, counts].float().log_softmax(-1)
+        losses.append(-log_probs.gather(1, targets[counts].unsqueeze(1)).squeeze(1))
+        entropies.append(-(log_probs.exp() * log_probs).sum(1))
+    return {name: np.quantile(torch.cat(values).numpy(), np.linspace(0.0, 1.0, 21)).tolist()
+            for name, values in (("loss", losses), ("entropy", entropies))}  # fmt: skip
+
+
+@torch.no_grad()
+def _write_reference(folder: RunFolder, decoder: LocalDecoder, out: Path, tokenizer: Tokenizer | None) -> str:
     """Writes the reference sample; raises RunError unless a fresh process gets the same from the folder."""
-    decoder, vocab = LocalDecoder(export.load(torch.float32), export.job.model), export.job.model.vocab_size
+    vocab = decoder.config.vocab_size
     prompt = [token * 7 % vocab for token in range(PROMPT_TOKENS)]
     with suppress(DataError, JobError):
         prompt = [int(token) for token in folder.sources(folder.job())[0][0][:PROMPT_TOKENS]]
