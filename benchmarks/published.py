@@ -276,9 +276,11 @@ def measured_seconds(
     return flops / (float(v["tflops_per_gpu"]) * 1e12 * gpus)
 
 
-def evaluate_run(row: MeasuredRun, may_recompute: bool = True) -> tuple[Prediction, Layout]:
+def evaluate_run(
+    row: MeasuredRun, may_recompute: bool = True, efficiency: FrameworkEfficiency | None = None
+) -> tuple[Prediction, Layout]:
     """Returns the prediction, and the layout with micro-batch and recomputation filled in."""
-    estimator, limit = estimator_of(row), row.cluster.device.memory
+    estimator, limit = estimator_of(row, efficiency), row.cluster.device.memory
     layout = row.layout
     if not layout.micro_batch:
         samples_per_rank = max(1, row.samples // layout.data)

@@ -17,10 +17,12 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import tomllib
 from collections import Counter, defaultdict
 from dataclasses import fields
 from math import exp, log
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from frameworks import FrameworkEfficiency  # noqa: E402
+from planner_accuracy import error_summary, out_of_memory, predict_row, print_report, summary, time_errors  # noqa: E402
 from published import MeasuredRun, SkipRow, evaluate_run, parse_row, predicted_seconds, read_rows  # noqa: E402
 
 from shardwise.layout import Layout  # noqa: E402
@@ -106,11 +109,13 @@ PRIOR_STRENGTH = {
 GROUP_WEIGHT = 5.0
 SOFT_L1_SCALE = 0.2  # larger errors count linearly
 
+FILES = ("runs.csv", "unseen.csv", "out_of_memory.csv")
 CONSTANTS_FILE = ROOT / "shardwise" / "planner" / "constants.toml"
 FRAMEWORKS_FILE = ROOT / "benchmarks" / "frameworks.toml"
 FRAMEWORK_KEYS = {field.name for field in fields(FrameworkEfficiency)} - {field.name for field in fields(Efficiency)}
 
 RunAndLayout = tuple[MeasuredRun, Layout]
+Rows = list[tuple[Path, dict[str, str]]]
 
 
 def to_unconstrained(key: str, value: float) -> float:
@@ -130,7 +135,7 @@ def load(paths: list[Path]) -> list[RunAndLayout]:
                 row = parse_row(values)
             except SkipRow:
                 continue
-            if row.seconds and row.quality in "AB":
+            if row.seconds and row.quality in "AB" and not out_of_memory(path, values):
                 runs.append((row, evaluate_run(row)[1]))
     return runs
 
@@ -144,9 +149,9 @@ def group_ids(runs: list[RunAndLayout]) -> np.ndarray:
 
 
 class EfficiencyFit:
-    def __init__(self, runs: list[RunAndLayout]):
+    def __init__(self, runs: list[RunAndLayout], families: list[str] | None = None):
         self.runs = runs
-        self.families = sorted({row.cluster.device.family for row, _ in runs})
+        self.families = families or sorted({row.cluster.device.family for row, _ in runs})
         self.parameter_names = [("", key) for key in COMMON_KEYS] + [
             (family, key) for family in self.families for key in FAMILY_KEYS
         ]
@@ -187,17 +192,29 @@ class EfficiencyFit:
             [self.run_weight * errors, GROUP_WEIGHT * self.run_weight * np.where(in_group, errors - means, 0.0)]
         )
 
-    def solve(self, rounds: int, start: np.ndarray | None = None) -> np.ndarray:
-        """Minimises the cost by Levenberg-Marquardt with iteratively reweighted residuals."""
+    def solve(self, rounds: int, start: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Minimises the cost by Levenberg-Marquardt with iteratively reweighted residuals; returns the constants and
+        the slopes of every run's error at the last but one."""
         x = self.prior.copy() if start is None else start
-        errors, damping = self.errors(x), 1.0
-        cost = self.cost(errors, x)
         for _ in range(rounds):
-            slopes = np.stack([self.terms(self.slope(x, errors, n)) for n in range(len(x))], axis=1)
+            slopes = self.slopes(x)
+            x = self.refine(x, slopes, 3)
+        return x, slopes
+
+    def slopes(self, x: np.ndarray) -> np.ndarray:
+        errors = self.errors(x)
+        return np.stack([self.slope(x, errors, n) for n in range(len(x))], axis=1)
+
+    def refine(self, x: np.ndarray, slopes: np.ndarray, steps: int) -> np.ndarray:
+        """Takes steps with the same slopes, each accepted only if it lowers the true cost."""
+        errors, damping = self.errors(x), 0.1
+        cost = self.cost(errors, x)
+        linear = np.stack([self.terms(column) for column in slopes.T], axis=1)
+        for _ in range(steps):
             terms = self.terms(errors)
             robust_weight = 1 / np.sqrt(1 + (terms / SOFT_L1_SCALE) ** 2)
-            matrix = slopes.T @ (robust_weight[:, None] * slopes) + np.diag(self.prior_weight)
-            vector = slopes.T @ (robust_weight * terms) + self.prior_weight * (x - self.prior)
+            matrix = linear.T @ (robust_weight[:, None] * linear) + np.diag(self.prior_weight)
+            vector = linear.T @ (robust_weight * terms) + self.prior_weight * (x - self.prior)
             while damping < 1e4:
                 step = np.clip(np.linalg.solve(matrix + damping * np.diag(np.diag(matrix)), -vector), -1.0, 1.0)
                 trial_errors = self.errors(x + step)
@@ -222,35 +239,21 @@ class EfficiencyFit:
         )
 
 
-def cross_validate(runs: list[RunAndLayout], rounds: int) -> dict[str, float]:
-    """Returns the median error of each source when all constants are fitted without it."""
-    start = None
-    median_by_source: dict[str, float] = {}
-    all_errors: list[float] = []
-    for source in sorted({row.source for row, _ in runs}):
-        fit = EfficiencyFit([run for run in runs if run[0].source != source])
-        x = fit.solve(rounds, start)
-        efficiencies = fit.efficiencies(x)
-        common = {
-            key: from_unconstrained(key, x[n]) for n, (family, key) in enumerate(fit.parameter_names) if not family
-        }
-        mean = {
-            key: from_unconstrained(
-                key, float(np.mean([x[n] for n, (f, k) in enumerate(fit.parameter_names) if f and k == key]))
-            )
-            for key in FAMILY_KEYS
-        }
-        unknown_family = FrameworkEfficiency(**{**common, **mean})  # a family with no other source
-        errors = []
-        for row, layout in runs:
-            if row.source == source and row.seconds:
-                efficiency = efficiencies.get(row.cluster.device.family, unknown_family)
-                errors.append(abs(predicted_seconds(row, layout, efficiency) / row.seconds - 1))
-        median_by_source[source] = statistics.median(errors)
-        all_errors += errors
-        print(f"  {source:24s} {len(errors):4d} runs, median {100 * median_by_source[source]:5.1f}%", flush=True)
-    median_by_source["all"] = statistics.median(all_errors)
-    return median_by_source
+def leave_out(runs: list[RunAndLayout], rows: Rows, x: np.ndarray, slopes: np.ndarray) -> list[dict[str, Any]]:
+    """Returns every row's prediction by constants that are fitted without its source. The fit starts from that to all
+    runs and takes its slopes, but steps until the cost without the source no longer falls."""
+    results = []
+    for source in sorted({values["source"] for _, values in rows}):
+        kept = [n for n, (row, _) in enumerate(runs) if row.source != source]
+        fit = EfficiencyFit([runs[n] for n in kept], sorted({row.cluster.device.family for row, _ in runs}))
+        found = fit.refine(x, slopes[kept], 6) if len(kept) < len(runs) else x
+        efficiencies = fit.efficiencies(found)
+        own = [predict_row(path, values, efficiencies) for path, values in rows if values["source"] == source]
+        results += own
+        errors = error_summary(time_errors([result for result in own if "skipped" not in result]))
+        figures = ", ".join(f"{name} {100 * error:5.1f}%" for name, error in errors.items())
+        print(f"  {source:24s} {len(own):4d} runs  {figures}", flush=True)
+    return results
 
 
 def print_fit(fit: EfficiencyFit, x: np.ndarray) -> None:
@@ -292,20 +295,31 @@ def _write_toml(path: Path, reader: str, tables: dict[str, dict[str, float]]) ->
     path.write_text(text, encoding="utf-8")
 
 
+def current(fit: EfficiencyFit) -> np.ndarray:
+    """Returns the constants of the last fit, or the prior of those that it did not have."""
+    tables = tomllib.loads(CONSTANTS_FILE.read_text(encoding="utf-8"))
+    own = tomllib.loads(FRAMEWORKS_FILE.read_text(encoding="utf-8"))["common"]
+    return np.array([
+        to_unconstrained(key, table[key]) if key in table else prior
+        for (family, key), prior in zip(fit.parameter_names, fit.prior, strict=True)
+        for table in [tables["families"].get(family, {}) if family else {**tables["common"], **own}]
+    ])  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", type=Path, default=[ROOT / "benchmarks" / "runs.csv"])
-    parser.add_argument("--check", action="store_true", help="cross-validate by source, write nothing")
-    parser.add_argument("--prior-weight", type=float, default=PRIOR_WEIGHT)
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("files", nargs="*", type=Path, default=[ROOT / "benchmarks" / name for name in FILES])
+    parser.add_argument("--check", action="store_true", help="leave out one source at a time, write nothing")
+    parser.add_argument("--rounds", type=int, default=2, help="of new slopes")
     options = parser.parse_args()
-    globals()["PRIOR_WEIGHT"] = options.prior_weight
     runs = load(options.files)
-    if options.check:
-        print(f"all: median {100 * cross_validate(runs, options.rounds)['all']:.1f}%")
-        return
     fit = EfficiencyFit(runs)
-    x = fit.solve(options.rounds)
+    x, slopes = fit.solve(options.rounds, current(fit))
+    if options.check:
+        rows = [(path, values) for path in options.files for values in read_rows(path)]
+        print(f"{len(x)} constants, fitted without the source that they predict:")
+        print_report(summary(leave_out(runs, rows, x, slopes)))
+        return
     print_fit(fit, x)
     write_constants(constants(fit, x), CONSTANTS_FILE, FRAMEWORKS_FILE)
 
