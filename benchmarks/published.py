@@ -251,10 +251,12 @@ def memory_of_row(
         return replace(MEGATRON_CORE, selective_keeps_matmuls=not recompute)
     is_zero3 = v["zero_stage"] == "3"
     memory = PYTORCH_FSDP if is_zero3 else PYTORCH_EAGER
+    if "nanotron" in v.get("note", ""):  # accumulates gradients in 32 bits
+        memory = replace(memory, gradient_bytes=4.0)
     if is_zero3 and layout.data == 1:  # FSDP also shards over the context ranks
         memory = replace(memory, optimizer_bytes=memory.optimizer_bytes / layout.context)
     if v.get("compile"):  # torchtitan: PyTorch's own loss, and memory as the allocator reserves it
-        memory = replace(memory, logits=12.0, fragmentation=0.13)
+        memory = replace(memory, logits=12.0, fragmentation=0.1)
     return memory
 
 
@@ -308,5 +310,6 @@ def predicted_seconds(row: MeasuredRun, layout: Layout, efficiency: FrameworkEff
 
 def estimator_of(row: MeasuredRun, efficiency: FrameworkEfficiency | None = None) -> FrameworkEstimator:
     e = efficiency or framework_efficiency(row.cluster.device.family, row.cluster.measured)
-    e = replace(e, unaligned_8=e.unaligned_64)  # every framework pads matmul sizes to multiples of 8
+    if e.unaligned_8 != e.unaligned_64:
+        e = replace(e, unaligned_8=e.unaligned_64)  # every framework pads matmul sizes to multiples of 8
     return FrameworkEstimator(Machine(row.cluster, e), row.shape, row.kernels, row.memory_profile, row.samples, e)

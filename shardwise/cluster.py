@@ -26,13 +26,17 @@ Rate = Annotated[float, Field(strict=True, ge=1e-9, le=1e21, allow_inf_nan=False
 NonNegative = Annotated[float, Field(strict=True, ge=0.0, le=1e21, allow_inf_nan=False)]
 Count = Annotated[int, Field(strict=True, ge=1, le=MAX_WORLD)]
 
+NEXT_WIDER = {
+    "fp4": "fp8", "fp8": "bf16", "bf16": "fp16", "fp16": "float32", "tf32": "float32", "float32": "float64",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class DeviceSpec:
     """One accelerator, from its data sheet."""
 
     name: str
-    family: str  # selects the efficiencies: volta, ampere, hopper, blackwell, blackwell-ultra, cdna2, tpu, cpu
+    family: str  # selects the efficiencies: volta, ampere, hopper, blackwell, cdna2, tpu, cpu
     memory: Rate  # bytes
     bandwidth: Rate  # memory bandwidth, bytes per second
     peak_by_precision: Annotated[dict[str, Rate], Field(min_length=1)]  # dense matmul FLOP/s by precision
@@ -40,10 +44,8 @@ class DeviceSpec:
 
     def peak_flops(self, precision: str) -> float:
         """Returns the peak matmul FLOP/s; an unsupported precision runs at the rate of the next wider supported one."""
-        next_wider = {"fp4": "fp8", "fp8": "bf16", "bf16": "fp16", "fp16": "float32", "float32": "float64"}
-        next_wider["tf32"] = "float32"
-        while precision not in self.peak_by_precision and precision in next_wider:
-            precision = next_wider[precision]
+        while precision not in self.peak_by_precision and precision in NEXT_WIDER:
+            precision = NEXT_WIDER[precision]
         return self.peak_by_precision.get(precision, min(self.peak_by_precision.values()))
 
 

@@ -76,13 +76,10 @@ FAMILY_PRIOR = {
     "ampere": {"matmul": 0.87, "attention": 0.65},
     "hopper": {"matmul": 0.80, "low_precision_matmul": 0.72, "attention": 0.65},
     "blackwell": {"matmul": 0.76, "low_precision_matmul": 0.75},
-    "blackwell-ultra": {"matmul": 0.79, "low_precision_matmul": 0.745},
     "tpu": {"matmul": 0.95},
 }
-FAMILY_KEYS = (
-    "matmul", "low_precision_matmul", "attention", "memory", "inner", "outer", "kernel_launch", "overlap_tensor",
-)  # fmt: skip
-OTHER_FAMILY = (0.75, 0.6, 0.55, 0.7, 0.7, 0.7, 1e-5, 0.3)  # by hand, for families without measured runs
+FAMILY_KEYS = ("matmul", "low_precision_matmul", "attention", "memory")
+OTHER_FAMILY = (0.75, 0.6, 0.55, 0.7)  # by hand, for families without measured runs
 COMMON_KEYS = tuple(key for key in PRIOR if key not in FAMILY_KEYS)
 LOG_KEYS = (
     "kernel_launch",

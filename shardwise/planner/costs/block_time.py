@@ -62,6 +62,8 @@ class ModuleTime:
 
     def lerp(self, other: "ModuleTime", share: float) -> "ModuleTime":
         """Linear interpolation: `self` for `share` 0, `other` for 1."""
+        if share in (0.0, 1.0):
+            return other if share else self
         pairs = zip(astuple(self), astuple(other), strict=True)
         return ModuleTime(*((1.0 - share) * a + share * b for a, b in pairs))
 
