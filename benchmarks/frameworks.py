@@ -161,7 +161,7 @@ class FrameworkTimeModel(BlockTimeModel):
         head = super().head(degrees)
         host = HEAD_KERNELS * self.efficiency.kernel_launch if self.kernel_profile.has_eager_loss else 0.0
         forward, backward = (self.machine.bottleneck_time(seconds, host) for seconds in (head.forward, head.backward))
-        return replace(head, forward=forward, backward=backward)
+        return head._replace(forward=forward, backward=backward)
 
 
 class FrameworkEstimator(Estimator):
@@ -186,6 +186,11 @@ class FrameworkEstimator(Estimator):
         if self.kernels.eager:  # the next forward waits for all gathered weights
             return self._exposed_comm(reduce, last_pass) + gather
         return super().exposed_sync_time(reduce, gather, last_pass)
+
+    def data(self, layout: Layout, dense_weights: float, experts: float, last_pass: float) -> float:
+        # With several stages per rank, those that finish first communicate while the others run their micro-batches.
+        window = layout.pipeline * (1.0 - 1.0 / layout.stages_per_rank)
+        return super().data(layout, dense_weights, experts, last_pass * max(1.0, window))
 
     def _exposed_comm(self, traffic: float, compute: float) -> float:
         return super()._exposed_comm(traffic, compute) if self.kernels.overlap_comm else traffic

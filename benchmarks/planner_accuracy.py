@@ -23,11 +23,14 @@ import csv
 import json
 import statistics
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from frameworks import FrameworkEfficiency
 from published import MeasuredRun, SkipRow, evaluate_run, parse_row, read_rows
+
+from shardwise.planner.plan import HIGHEST
 
 UNDERESTIMATE = -0.05
 Constants = dict[str, FrameworkEfficiency]  # by device family
@@ -37,11 +40,14 @@ def out_of_memory(path: Path, values: dict[str, str]) -> bool:
     return "out_of_memory" in path.stem or "OUT OF MEMORY" in values.get("note", "").upper()
 
 
-def predict_row(path: Path, values: dict[str, str], constants: Constants | None = None) -> dict[str, Any]:
+def predict_row(
+    path: Path, values: dict[str, str], constants: Constants | None = None,
+    change: Callable[[MeasuredRun], MeasuredRun] = lambda row: row,
+) -> dict[str, Any]:  # fmt: skip
     """Returns predicted seconds, memory and whether it fits, with the measurements; or why the row was skipped."""
     is_oom = out_of_memory(path, values)
     try:
-        row = parse_row(values)
+        row = change(parse_row(values))
         if row.seconds is None and row.memory is None and not is_oom:
             raise SkipRow("neither time nor memory was measured")
         prediction, layout = evaluate_run(row, not is_oom, (constants or {}).get(row.cluster.device.family))
@@ -50,7 +56,8 @@ def predict_row(path: Path, values: dict[str, str], constants: Constants | None 
     limit = row.cluster.device.memory
     return {
         "row": row, "layout": str(layout), "seconds": prediction.seconds, "memory": prediction.peak_memory / 2**30,
-        "fits": prediction.peak_memory <= limit, "is_oom": is_oom,
+        "fits": prediction.peak_memory <= limit, "surely_fits": HIGHEST * prediction.peak_memory <= limit,
+        "is_oom": is_oom,
     }  # fmt: skip
 
 
@@ -103,6 +110,7 @@ def summary(all_results: list[dict[str, Any]]) -> dict[str, Any]:
         fits["ran_ok"] = sum(r["fits"] for r in ran) / len(ran)
     if oom_results:
         fits["oom_ok"] = sum(not r["fits"] for r in oom_results) / len(oom_results)
+        fits["oom_warned"] = sum(not r["surely_fits"] for r in oom_results) / len(oom_results)
     by: dict[str, dict[str, list[dict[str, Any]]]] = {"by_source": defaultdict(list), "by_device": defaultdict(list)}
     for result in results:
         by["by_source"][result["row"].source].append(result)
@@ -125,9 +133,11 @@ def summary(all_results: list[dict[str, Any]]) -> dict[str, Any]:
         **{
             word: {
                 name: {
-                    "rows": len(rows), **error_summary(time_errors(rows)),
+                    "rows": len(rows),
+                    **error_summary(time_errors(rows)),
                     **({"memory": error_summary(memory)["median"]} if (memory := memory_errors(rows)) else {}),
-                } for name, rows in sorted(groups.items())
+                }
+                for name, rows in sorted(groups.items())
             }
             for word, groups in by.items()
         },

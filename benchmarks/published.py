@@ -310,6 +310,4 @@ def predicted_seconds(row: MeasuredRun, layout: Layout, efficiency: FrameworkEff
 
 def estimator_of(row: MeasuredRun, efficiency: FrameworkEfficiency | None = None) -> FrameworkEstimator:
     e = efficiency or framework_efficiency(row.cluster.device.family, row.cluster.measured)
-    if e.unaligned_8 != e.unaligned_64:
-        e = replace(e, unaligned_8=e.unaligned_64)  # every framework pads matmul sizes to multiples of 8
     return FrameworkEstimator(Machine(row.cluster, e), row.shape, row.kernels, row.memory_profile, row.samples, e)

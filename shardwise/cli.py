@@ -158,6 +158,7 @@ def plan(
     cluster: Annotated[str, Option(help="Preset (a100-80g, h100, ...) or file of `shardwise calibrate`.")] = "cpu",
     devices: Annotated[int | None, Option(min=1, help="Devices; default: one node, rack or pod (cpu: 1024).")] = None,
     layout: Annotated[str | None, Option(help="Estimate this layout instead of searching.")] = None,
+    price: Annotated[float | None, Option(min=0, help="Of a device for an hour: states the run's cost.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Chooses the fastest layout for a job on a cluster and predicts step time and memory. Needs no devices."""
@@ -168,7 +169,7 @@ def plan(
     if as_json:
         print_line(json.dumps(plan_result.as_dict()))
     else:
-        show_plan(plan_result, Console())
+        show_plan(plan_result, Console(), price)
 
 
 @app.command()

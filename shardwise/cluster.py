@@ -36,11 +36,12 @@ class DeviceSpec:
     """One accelerator, from its data sheet."""
 
     name: str
-    family: str  # selects the efficiencies: volta, ampere, hopper, blackwell, cdna2, tpu, cpu
+    family: str  # selects the efficiencies: volta, ampere, hopper, blackwell, cdna2 to cdna4, tpu, cpu
     memory: Rate  # bytes
     bandwidth: Rate  # memory bandwidth, bytes per second
     peak_by_precision: Annotated[dict[str, Rate], Field(min_length=1)]  # dense matmul FLOP/s by precision
     compute_units: Count  # streaming multiprocessors, or their counterpart, that share one matmul
+    power: NonNegative = 0.0  # rated watts; 0: not known
 
     def peak_flops(self, precision: str) -> float:
         """Returns the peak matmul FLOP/s; an unsupported precision runs at the rate of the next wider supported one."""
@@ -75,7 +76,8 @@ def _read_presets() -> tuple[dict[str, DeviceSpec], dict[str, Cluster]]:
     for name, values in presets["devices"].items():
         peaks = {precision: float(round(rate * TERA)) for precision, rate in values["tflops"].items()}
         memory, bandwidth = values["memory"] * GIB, values["bandwidth"] * GB
-        devices[name] = DeviceSpec(name, values["family"], memory, bandwidth, peaks, values["compute_units"])
+        devices[name] = DeviceSpec(name, values["family"], memory, bandwidth, peaks, values["compute_units"],
+                                    values.get("power", 0.0))  # fmt: skip
     for name, values in presets["clusters"].items():
         inner, outer = (LinkSpec(bandwidth * GB, latency) for bandwidth, latency in (values["inner"], values["outer"]))
         options = values.get("topology", "switch"), presets["measured"].get(name, {})

@@ -1,7 +1,8 @@
 """Fits the planner's efficiency constants to measured runs, and cross-validates them.
 
     python tools/fit_planner.py            fits to benchmarks/runs.csv and writes the constants
-    python tools/fit_planner.py --check    leaves out one source at a time and predicts it from the rest
+    python tools/fit_planner.py --check    leaves out one source at a time and predicts it from the rest: the errors
+                                           to trust, which it writes to `shardwise/planner/accuracy.toml`
 
 Writes `shardwise/planner/constants.toml`, which the planner reads, and `benchmarks/frameworks.toml` with the constants
 that only other people's software needs.
@@ -19,7 +20,8 @@ import statistics
 import sys
 import tomllib
 from collections import Counter, defaultdict
-from dataclasses import fields
+from contextlib import suppress
+from dataclasses import fields, replace
 from math import exp, log
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from frameworks import FrameworkEfficiency  # noqa: E402
-from planner_accuracy import error_summary, out_of_memory, predict_row, print_report, summary, time_errors  # noqa: E402
+from planner_accuracy import (  # noqa: E402
+    error_summary,
+    memory_errors,
+    out_of_memory,
+    predict_row,
+    print_report,
+    summary,
+    time_errors,
+)  # fmt: skip
 from published import MeasuredRun, SkipRow, evaluate_run, parse_row, predicted_seconds, read_rows  # noqa: E402
 
 from shardwise.layout import Layout  # noqa: E402
@@ -67,8 +77,8 @@ PRIOR = {
     "loss_bytes_per_logit": 70.0,
     "grad_accumulation_bytes": 10.0,
     "collective_start": 3e-5,
-    "tensor_wait": 2e-4,
     "all_to_all": 0.6,
+    "tensor_wait": 2e-4,
 }
 # Family-specific priors. Matmuls: the best isolated measurement (Bekman, ml-engineering, "Maximum Achievable Matmul
 # FLOPS"), and nearly the peak on a TPU's systolic arrays. Attention: the FlashAttention 2 and 3 papers.
@@ -80,6 +90,8 @@ FAMILY_PRIOR = {
 }
 FAMILY_KEYS = ("matmul", "low_precision_matmul", "attention", "memory")
 OTHER_FAMILY = (0.75, 0.6, 0.55, 0.7)  # by hand, for families without measured runs
+# These devices have no low precision, and V100 runs no fused attention: the prior stands.
+UNUSED = {("volta", "low_precision_matmul"), ("volta", "attention"), ("ampere", "low_precision_matmul")}
 COMMON_KEYS = tuple(key for key in PRIOR if key not in FAMILY_KEYS)
 LOG_KEYS = (
     "kernel_launch",
@@ -104,15 +116,20 @@ PRIOR_STRENGTH = {
     "grad_accumulation_bytes": 2.0, "score_passes": 2.0, "tensor_wait": 4.0, "contention": 2.0, "latency": 2.0,
 }  # fmt: skip
 GROUP_WEIGHT = 5.0
+# What a framework's memory is beyond live tensors, for `--check`: the constants of `frameworks.py` are chosen by hand.
+RESERVES = [(fraction, fixed * 2**30) for fraction in (0.0, 0.03, 0.1, 0.2, 0.3) for fixed in (1.5, 2.5, 3.5)]
 SOFT_L1_SCALE = 0.2  # larger errors count linearly
 
 FILES = ("runs.csv", "unseen.csv", "out_of_memory.csv")
 CONSTANTS_FILE = ROOT / "shardwise" / "planner" / "constants.toml"
+ACCURACY_FILE = ROOT / "shardwise" / "planner" / "accuracy.toml"
 FRAMEWORKS_FILE = ROOT / "benchmarks" / "frameworks.toml"
 FRAMEWORK_KEYS = {field.name for field in fields(FrameworkEfficiency)} - {field.name for field in fields(Efficiency)}
 
 RunAndLayout = tuple[MeasuredRun, Layout]
 Rows = list[tuple[Path, dict[str, str]]]
+Reserve = tuple[float, float]
+ReserveErrors = dict[tuple[Reserve, Reserve], dict[str, list[float]]]
 
 
 def to_unconstrained(key: str, value: float) -> float:
@@ -150,7 +167,7 @@ class EfficiencyFit:
         self.runs = runs
         self.families = families or sorted({row.cluster.device.family for row, _ in runs})
         self.parameter_names = [("", key) for key in COMMON_KEYS] + [
-            (family, key) for family in self.families for key in FAMILY_KEYS
+            (family, key) for family in self.families for key in FAMILY_KEYS if (family, key) not in UNUSED
         ]
         self.prior = np.array(
             [
@@ -236,16 +253,50 @@ class EfficiencyFit:
         )
 
 
+def reserve_errors(rows: Rows) -> ReserveErrors:
+    """Returns the errors of peak memory by source, for each pair of reserve constants in use (fraction lost to
+    fragmentation, fixed bytes) replaced by each pair of `RESERVES`."""
+    errors: ReserveErrors = defaultdict(lambda: defaultdict(list))
+    for path, values in rows:
+        with suppress(SkipRow):
+            row = parse_row(values)
+            if row.memory and not out_of_memory(path, values):
+                own = row.memory_profile.fragmentation, row.memory_profile.fixed_bytes
+                for reserve in RESERVES:
+                    peak = evaluate_run(with_reserve(row, {own: reserve}))[0].peak_memory
+                    errors[own, reserve][row.source].append(abs(peak / 2**30 / row.memory - 1))
+    return errors
+
+
+def fit_reserve(errors: ReserveErrors, source: str) -> dict[Reserve, Reserve]:
+    """Returns the best reserve for each in use, without a source: by the mean over sources of the median error."""
+    others = {key: [statistics.median(e) for name, e in by.items() if name != source] for key, by in errors.items()}
+    return {
+        own: min(RESERVES, key=lambda reserve: statistics.mean(others[own, reserve]))  # noqa: B023
+        for own, _ in others if others[own, RESERVES[0]]
+    }  # fmt: skip
+
+
+def with_reserve(row: MeasuredRun, reserves: dict[Reserve, Reserve]) -> MeasuredRun:
+    own = row.memory_profile.fragmentation, row.memory_profile.fixed_bytes
+    fragmentation, fixed = reserves.get(own, own)
+    return replace(row, memory_profile=replace(row.memory_profile, fragmentation=fragmentation, fixed_bytes=fixed))
+
+
 def leave_out(runs: list[RunAndLayout], rows: Rows, x: np.ndarray, slopes: np.ndarray) -> list[dict[str, Any]]:
     """Returns every row's prediction by constants that are fitted without its source. The fit starts from that to all
     runs and takes its slopes, but steps until the cost without the source no longer falls."""
-    results = []
+    results, memory_errors_by_reserve = [], reserve_errors(rows)
     for source in sorted({values["source"] for _, values in rows}):
         kept = [n for n, (row, _) in enumerate(runs) if row.source != source]
         fit = EfficiencyFit([runs[n] for n in kept], sorted({row.cluster.device.family for row, _ in runs}))
-        found = fit.refine(x, slopes[kept], 6) if len(kept) < len(runs) else x
+        found = fit.refine(x, slopes[kept], 4) if len(kept) < len(runs) else x
         efficiencies = fit.efficiencies(found)
-        own = [predict_row(path, values, efficiencies) for path, values in rows if values["source"] == source]
+        reserves = fit_reserve(memory_errors_by_reserve, source)
+        own = [
+            predict_row(path, values, efficiencies, lambda row: with_reserve(row, reserves))  # noqa: B023
+            for path, values in rows if values["source"] == source
+        ]  # fmt: skip
         results += own
         errors = error_summary(time_errors([result for result in own if "skipped" not in result]))
         figures = ", ".join(f"{name} {100 * error:5.1f}%" for name, error in errors.items())
@@ -268,6 +319,8 @@ def print_fit(fit: EfficiencyFit, x: np.ndarray) -> None:
 def constants(fit: EfficiencyFit, x: np.ndarray) -> dict[str, dict[str, float]]:
     """Returns the fitted constants by family; "": for all families."""
     values: dict[str, dict[str, float]] = defaultdict(dict)
+    for family, key in UNUSED:
+        values[family][key] = PRIOR[key]
     for (family, key), number in zip(fit.parameter_names, x, strict=True):
         values[family][key] = from_unconstrained(key, number)
     return values
@@ -292,6 +345,24 @@ def _write_toml(path: Path, reader: str, tables: dict[str, dict[str, float]]) ->
     path.write_text(text, encoding="utf-8")
 
 
+def accuracy_figures(report: dict[str, Any], results: list[dict[str, Any]]) -> str:
+    """The TOML file that `shardwise/planner/plan.py` reads and `docs/explanation/planner.md` shows."""
+    figures = {"time_runs": len(time_errors(results)), "memory_runs": len(memory_errors(results))}
+    for name in ("time", "memory"):
+        figures |= {f"{name}_{key}": report[name][key] for key in ("median", "p90")}
+        figures[f"{name}_over_sources"] = report["over_sources"][name]
+    figures |= {**report["fits"], "regret": report["regret"]["by_row"]}
+    ratios = np.quantile([1 / (1 + error) for error in memory_errors(results)], np.linspace(0.025, 0.975, 20))
+    text = "# Written by tools/fit_planner.py --check: every run predicted without its source; do not edit.\n"
+    text += "".join(f"{name} = {round(value, 3)}\n" for name, value in figures.items())
+    text += f"memory_ratios = [{', '.join(f'{ratio:.3f}' for ratio in ratios)}]  # measured over predicted peaks\n"
+    text += "\n[sources]  # runs; median error and bias of the step time, median error of the memory; -9: none\n"
+    for source, values in report["by_source"].items():
+        shares = [round(values.get(key, -9), 3) for key in ("median", "bias", "memory")]
+        text += f'"{source}" = {[values["rows"], *shares]}\n'
+    return text
+
+
 def current(fit: EfficiencyFit) -> np.ndarray:
     """Returns the constants of the last fit, or the prior of those that it did not have."""
     tables = tomllib.loads(CONSTANTS_FILE.read_text(encoding="utf-8"))
@@ -306,7 +377,7 @@ def current(fit: EfficiencyFit) -> np.ndarray:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="*", type=Path, default=[ROOT / "benchmarks" / name for name in FILES])
-    parser.add_argument("--check", action="store_true", help="leave out one source at a time, write nothing")
+    parser.add_argument("--check", action="store_true", help="leave out one source at a time")
     parser.add_argument("--rounds", type=int, default=2, help="of new slopes")
     options = parser.parse_args()
     runs = load(options.files)
@@ -315,7 +386,10 @@ def main() -> None:
     if options.check:
         rows = [(path, values) for path in options.files for values in read_rows(path)]
         print(f"{len(x)} constants, fitted without the source that they predict:")
-        print_report(summary(leave_out(runs, rows, x, slopes)))
+        results = [result for result in leave_out(runs, rows, x, slopes) if "skipped" not in result]
+        report = summary(results)
+        print_report(report)
+        ACCURACY_FILE.write_text(accuracy_figures(report, results), encoding="utf-8")
         return
     print_fit(fit, x)
     write_constants(constants(fit, x), CONSTANTS_FILE, FRAMEWORKS_FILE)

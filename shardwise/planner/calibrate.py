@@ -33,7 +33,6 @@ from shardwise.files import require_parent_folder
 from shardwise.job import DecoderConfig, make_job
 from shardwise.models.chain import init_weights
 from shardwise.models.gpt import DecoderBlock, build_gpt
-from shardwise.models.loss import pad_vocab
 from shardwise.parallel.parallelize import ACTIVATION_MEMORY_BUDGET
 from shardwise.planner.costs.block_time import BlockTimeModel, KernelProfile, ParallelDegrees
 from shardwise.planner.costs.machine import Machine, efficiency_of
@@ -108,7 +107,7 @@ def _fit_efficiencies(cluster: Cluster, values: dict[str, float]) -> dict[str, f
         "matmul": min(1.0, values.get(dtype_name, 1.0) / device.peak_flops(dtype_name)),
         "attention": values["attention"] / device.peak_flops(dtype_name),
         "attention_backward": values["attention_backward"], "latency": values.get("latency", 1.0),
-        "kernel_launch": values["launch_seconds"] / KERNELS_PER_BLOCK, "unaligned_8": min(1.0, values["unaligned_8"]),
+        "kernel_launch": values["launch_seconds"] / KERNELS_PER_BLOCK,
         "compiled": values["compiled"], "bulk_memory": min(1.0, values["copy_bandwidth"] / device.bandwidth),
     }  # fmt: skip
     large_model = SETTINGS[kind]["large_model"]
@@ -154,8 +153,7 @@ def _measure_process(kind: str) -> dict[str, float]:
     dtype_names = ("float32", "bf16") if kind == "cuda" else ("float32",)
     values = {name: max(_matmul_rate(n, DTYPES[name], device) for n in sizes["matmul_sizes"]) for name in dtype_names}
     numbers = torch.empty(sizes["copy_bytes"] // 4, device=device)
-    widest, dtype = sizes["matmul_sizes"][-1], DTYPES[dtype_names[-1]]
-    values["unaligned_8"] = _unaligned_matmul_rate(widest, dtype, device) / values[dtype_names[-1]]
+    dtype = DTYPES[dtype_names[-1]]
     values["copy_bandwidth"] = 2 * sizes["copy_bytes"] / _seconds(lambda: numbers.clone(), device)
     forward, backward = _attention_rates(_decoder_config(sizes["large_model"]), dtype, device)
     values["attention"], values["attention_backward"] = forward, backward / forward
@@ -181,15 +179,6 @@ def _decoder_config(sizes: dict[str, Any]) -> DecoderConfig:
 def _matmul_rate(n: int, dtype: torch.dtype, device: torch.device) -> float:
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     return 2.0 * n**3 / _seconds(lambda: F.linear(a, b), device)
-
-
-def _unaligned_matmul_rate(n: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Returns the FLOP/s of a projection to an odd vocabulary size, over forward and backward."""
-    x, weight = torch.randn(n, n, device=device).to(dtype), torch.randn(n + 1, n, device=device).to(dtype)
-    weight = pad_vocab(weight)
-    gradient = x @ weight.t()
-    products = (lambda: x @ weight.t(), lambda: gradient @ weight, lambda: gradient.t() @ x)
-    return 6.0 * n * n * (n + 1) / sum(_seconds(product, device) for product in products)
 
 
 def _attention_rates(model: DecoderConfig, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:

@@ -90,6 +90,7 @@ class Estimator:
         self.gathers_per_block = 1  # FSDP gathers a block's weights in one collective
         self.reduced_gradient_bytes = framework_profile.gradient_bytes
         self.schedule_time: ScheduleTime = step_seconds
+        self.memory_limit = machine.device.memory  # largest predicted peak that counts as fitting
 
     def predict(self, layout: Layout) -> Prediction:
         pipeline = self.pipeline_time(layout, self.schedule_time)
@@ -120,15 +121,14 @@ class Estimator:
         return make_auto_schedule(
             layout, self.stage_costs(layout), count,
             lambda rank, peaks: engine.memory(layout, rank, count, self.framework_profile, peaks).total,
-            self.machine.device.memory,
+            self.memory_limit,
         )  # fmt: skip
 
     def peak_memory(self, layout: Layout) -> float:
         return max([self.memory(layout, rank).total for rank in self.stages(layout).representative_ranks])
 
     def fits(self, layout: Layout) -> bool:
-        limit = self.machine.device.memory
-        return all(self.memory(layout, rank).total <= limit for rank in self.stages(layout).representative_ranks)
+        return self.peak_memory(layout) <= self.memory_limit
 
     def predict_seconds(self, layout: Layout) -> float:
         return self.step_time(layout, self.pipeline_time(layout, self.schedule_time))
@@ -240,9 +240,10 @@ class Estimator:
     def module_times(self, degrees: ParallelDegrees) -> tuple[ModuleTime, ModuleTime, ModuleTime]:
         """Returns the times of a block (dense and sparse blocks averaged), the embedding and the head."""
         model, share = self.time_model, self.shape.sparse_layers / self.shape.layers
-        dense = model.block(degrees, False) if share < 1 else ModuleTime()
-        sparse = model.block(degrees, True) if share else ModuleTime()
-        return dense.lerp(sparse, share), model.embedding(degrees), model.head(degrees)
+        parts = [(1.0 - share, model.block(degrees, False))] if share < 1 else []
+        parts += [(share, model.block(degrees, True))] if share else []
+        block = ModuleTime(*(sum(weight * part[n] for weight, part in parts) for n in range(len(ModuleTime._fields))))
+        return block, model.embedding(degrees), model.head(degrees)
 
     @cached_by(memory_inputs_key)
     def memory_inputs(self, layout: Layout) -> MemoryInputs:

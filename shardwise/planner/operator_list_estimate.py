@@ -10,7 +10,6 @@ return the same way. None of this overlaps.
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple
 from statistics import fmean as mean
 
 from shardwise.layout import Layout
@@ -54,7 +53,7 @@ class OperatorListEstimator(Estimator):
     def module_times(self, degrees: ParallelDegrees) -> tuple[ModuleTime, ModuleTime, ModuleTime]:
         machine, profile, tensor = self.machine, self.kernel_profile, degrees.tensor
         parts = self._split_ends(degrees.micro_batch, tensor)
-        times = ([astuple(operators_time(machine, profile, module, tensor)) for module in part] for part in parts)
+        times = ([operators_time(machine, profile, module, tensor) for module in part] for part in parts)
         first, blocks, last = (ModuleTime(*map(mean, zip(*part))) for part in times)
         return blocks, first, last
 

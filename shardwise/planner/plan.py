@@ -26,9 +26,8 @@ from shardwise.planner.operator_list_estimate import OperatorListEstimator
 from shardwise.planner.search import SearchResult, search
 
 TIE_TOLERANCE = 0.01  # layouts whose predicted times differ by less count as equally fast
-COMFORTABLE_MEMORY = 0.9  # fraction of device memory up to which a simpler layout is preferred
 CPU_PROCESS_BYTES = 0.4 * GIB  # of a process that has only imported PyTorch
-# The planner's error on the measured runs of `benchmarks/runs.csv`.
+# The planner's error on the measured runs of `benchmarks/`, each predicted without its source.
 _FIGURES = tomllib.loads((Path(__file__).parent / "accuracy.toml").read_text(encoding="utf-8"))
 
 ACCURACY_SENTENCE = (
@@ -36,6 +35,14 @@ ACCURACY_SENTENCE = (
     "{time_median:.0%} of the measured ones and 90% within {time_p90:.0%}; for peak memory ({memory_runs} runs) the "
     "figures are {memory_median:.0%} and {memory_p90:.0%}."
 ).format(**_FIGURES)
+# Measured over predicted peak memory, ascending: what lies between the 10th and the 90th percentile is the range.
+_RATIOS: list[float] = _FIGURES["memory_ratios"]
+LOWEST, HIGHEST = (_RATIOS[round(share * (len(_RATIOS) - 1))] for share in (0.1, 0.9))
+
+
+def out_of_memory_risk(peak: float, limit: float) -> float:
+    """Returns the share of measured runs whose peak exceeded its prediction by more than is left here."""
+    return sum(ratio * peak > limit for ratio in _RATIOS) / len(_RATIOS)
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,15 @@ class Plan:
 
     def fits(self, prediction: Prediction) -> bool:
         return prediction.peak_memory <= self.cluster.device.memory
+
+    def memory_verdict(self, prediction: Prediction) -> str:
+        """Returns a sentence about a layout's peak, its range and the risk."""
+        peak, limit = prediction.peak_memory / GIB, self.cluster.device.memory / GIB
+        verdict = f"{peak:.3g} of {limit:.3g} GiB, {LOWEST * peak:.3g} to {HIGHEST * peak:.3g} in 8 of 10 measured runs"
+        risk = out_of_memory_risk(peak, limit)
+        if peak > limit or HIGHEST * peak <= limit or not risk:
+            return f"{verdict}."
+        return f"{verdict}: tight, 1 in {round(1 / risk)} such plans ran out of memory."
 
     def tokens_per_second(self, prediction: Prediction) -> float:
         """Returns tokens (or samples) per second and device."""
@@ -88,6 +104,8 @@ class Plan:
                 "layout": str(p.layout), "fits": self.fits(p), "step_seconds": p.seconds,
                 "tokens_per_second_per_device": self.tokens_per_second(p), "model_flops_per_device": self.flops(p),
                 "hardware_flops_per_device": self.hardware_flops(p), "peak_memory_gib": p.peak_memory / GIB,
+                "memory_range_gib": [ratio * p.peak_memory / GIB for ratio in (LOWEST, HIGHEST)],
+                "out_of_memory_risk": out_of_memory_risk(p.peak_memory, self.cluster.device.memory),
                 "bubble": p.bubble, "exposed": p.exposed, "reason": reason,
             } for p, reason in zip(self.layouts, self.reasons, strict=True)
         ]  # fmt: skip
@@ -99,7 +117,11 @@ class Plan:
 
 
 def plan_job(job_file: Path | None, settings: list[str], cluster: str, devices: int | None, layout: str | None) -> Plan:
-    return make_plan(load_job(job_file, settings), find_cluster(cluster), devices, layout)
+    from shardwise.planner.what_if import with_settings  # which needs this module
+
+    own = [setting for setting in settings if setting.startswith("cluster.")]
+    job = load_job(job_file, [setting for setting in settings if setting not in own])
+    return make_plan(job, with_settings(find_cluster(cluster), own), devices, layout)
 
 
 def make_plan(
@@ -131,13 +153,13 @@ def make_plan(
 
 
 def _search_runnable(job: Job, estimator: Estimator, devices: int) -> SearchResult:
-    keep, limit = 10, estimator.machine.device.memory
+    keep = 10
     first: Prediction | None = None
     replicated = []  # plain data parallelism with a single micro-batch: the search only tries powers of two
     if job.samples % devices == 0:
         layout = Layout(replicate=devices)
         prediction = estimator.predict(replace(layout, micro_batch=solve_batch(layout, job.samples).micro_batch))
-        replicated = [prediction] if prediction.peak_memory <= limit else []
+        replicated = [prediction] if prediction.peak_memory <= estimator.memory_limit else []
     while first is None:
         result = search(estimator, devices, keep)
         known = {prediction.layout for prediction in result.best}
@@ -146,8 +168,7 @@ def _search_runnable(job: Job, estimator: Estimator, devices: int) -> SearchResu
 
         def rank(prediction: Prediction, fastest: float = fastest) -> tuple[object, ...]:
             layout = prediction.layout
-            is_slower = prediction.seconds > (1 + TIE_TOLERANCE) * fastest
-            if is_slower or prediction.peak_memory > COMFORTABLE_MEMORY * limit:
+            if prediction.seconds > (1 + TIE_TOLERANCE) * fastest:
                 return True, prediction.seconds
             sharding_level = layout.zero if layout.shard > 1 else 0
             return False, layout.pipeline, layout.tensor, layout.recompute != "none", sharding_level, prediction.seconds
@@ -187,7 +208,9 @@ def make_estimator(job: Job, cluster: Cluster) -> Estimator:
             framework_profile, optimizer_bytes=0.0, offloaded_bytes=framework_profile.optimizer_bytes,
             fixed_bytes=framework_profile.fixed_bytes + BUFFERS * PART * framework_profile.optimizer_bytes / trained,
         )  # fmt: skip
-    return estimator_class(machine, shape, kernel_profile, job.samples, framework_profile, engine)
+    estimator = estimator_class(machine, shape, kernel_profile, job.samples, framework_profile, engine)
+    estimator.memory_limit /= HIGHEST  # recommend only what fits at the upper end
+    return estimator
 
 
 def auto_schedule_order(job: Job, layout: Layout, cluster: Cluster) -> PipelineOrder | None:
@@ -203,7 +226,7 @@ def _auto_schedule_variants(job: Job, estimator: Estimator, layout: Layout) -> l
     synthesized and named schedules, best first."""
 
     def rank(prediction: Prediction) -> tuple[bool, float]:
-        fits = prediction.peak_memory <= estimator.machine.device.memory
+        fits = prediction.peak_memory <= estimator.memory_limit
         return not fits, prediction.seconds if fits else prediction.peak_memory
 
     def best_first(candidates: list[tuple[str, int]]) -> list[Prediction]:
@@ -246,6 +269,8 @@ def explain_gap(estimator: Estimator, best: Prediction, other: Prediction) -> st
     limit = estimator.machine.device.memory
     if other.peak_memory > limit:
         return f"does not fit: {other.peak_memory / GIB:.0f} GiB of {limit / GIB:.0f}"
+    if other.peak_memory > estimator.memory_limit >= best.peak_memory:
+        return f"tight: {other.peak_memory / GIB:.0f} GiB of {limit / GIB:.0f}"
     slower = other.seconds / best.seconds - 1
     if slower < 0:
         return f"{-100 * slower:.1f}% faster, within the prediction error, but less simple"

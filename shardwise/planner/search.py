@@ -55,7 +55,7 @@ def search(estimator: Estimator, devices: int, keep: int = 10) -> SearchResult:
 
 def _fastest_layouts(estimator: Estimator, classes: TimedLayouts, keep: int) -> tuple[TimedLayouts, int]:
     """Returns the fastest layouts that fit, with their step times, and how many layouts it examined."""
-    limit, evaluated = estimator.machine.device.memory, 0
+    limit, evaluated = estimator.memory_limit, 0
     optimizer_bytes = estimator.framework_profile.optimizer_bytes
     jitter = estimator.jitter(classes[0][1].world)
     fastest: TimedLayouts = []

@@ -9,11 +9,12 @@ from shardwise.planner.costs.memory_model import RankMemory
 from shardwise.planner.costs.model_shape import OperatorListModel
 from shardwise.planner.estimate import Prediction
 from shardwise.planner.plan import ACCURACY_SENTENCE, Plan
+from shardwise.planner.what_if import cost_lines
 
 MEMORY_PARTS = RankMemory._fields
 
 
-def show_plan(plan: Plan, console: Console) -> None:
+def show_plan(plan: Plan, console: Console, price: float | None = None) -> None:
     console.print(title(plan), highlight=False, soft_wrap=True)
     console.print(layouts_table(plan))
     for number, (prediction, why) in enumerate(zip(plan.layouts, plan.reasons, strict=True), start=1):
@@ -23,7 +24,13 @@ def show_plan(plan: Plan, console: Console) -> None:
         verdict = "It does not fit" if plan.evaluated == 1 else "No layout fits; this one needs the least memory"
         console.print(f"{verdict}: {plan.best.peak_memory / GIB:.0f} GiB of {plan.cluster.device.memory / GIB:.0f}.")
     console.print(memory_table(plan.best))
-    lines = [training_summary(plan), *(f"  {line}" for line in plan.near_misses), ACCURACY_SENTENCE]
+    console.print(plan.memory_verdict(plan.best), highlight=False)
+    lines = [
+        training_summary(plan),
+        *cost_lines(plan, price),
+        *(f"  {line}" for line in plan.near_misses),
+        ACCURACY_SENTENCE,
+    ]
     if plan.evaluated > 1:
         lines.append(f"{plan.evaluated} layouts evaluated in {plan.seconds:.2f} s.")
     for line in lines:

@@ -3,7 +3,7 @@
 A module's time depends on the micro-batch size, on the degrees that split it and on the device, not on the pipeline.
 """
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
@@ -37,8 +37,7 @@ class ParallelDegrees(NamedTuple):
     expert_tensor: int = 1  # tensor ranks that split each expert; the other tensor ranks process other tokens
 
 
-@dataclass(frozen=True)
-class ModuleTime:
+class ModuleTime(NamedTuple):
     """Seconds of one micro-batch through one module on one rank."""
 
     forward: float = 0.0
@@ -59,13 +58,6 @@ class ModuleTime:
     def total(self) -> float:
         """Forward and backward with their communication."""
         return self.forward + self.backward + 2 * self.traffic
-
-    def lerp(self, other: "ModuleTime", share: float) -> "ModuleTime":
-        """Linear interpolation: `self` for `share` 0, `other` for 1."""
-        if share in (0.0, 1.0):
-            return other if share else self
-        pairs = zip(astuple(self), astuple(other), strict=True)
-        return ModuleTime(*((1.0 - share) * a + share * b for a, b in pairs))
 
 
 class BlockTimeModel:
