@@ -184,7 +184,7 @@ def dryrun(
     """Simulates a step of selected ranks of any world size on fake tensors; prints their exact memory and traffic."""
     load_job(job_file, overrides or [])  # reports a typo before the slow import of PyTorch
 
-    from shardwise.planner.dryrun.command import describe_reports, dryrun_job
+    from shardwise.planner.dryrun.dry_run import describe_reports, dryrun_job
 
     reports = dryrun_job(job_file, overrides or [], layout, rank or [], every_stage)
     for text in [json.dumps(report.as_dict()) for report in reports] if as_json else [describe_reports(reports)]:

@@ -8,7 +8,7 @@ of these peaks that software reaches is in `shardwise.planner.costs.machine`.
 """
 
 import tomllib
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -96,6 +96,31 @@ def find_cluster(name: str) -> Cluster:
     if path.suffix != ".toml" and not path.exists():
         raise JobError(f"unknown cluster {name!r}: {suggest(name, CLUSTERS)} Or give a file of `shardwise calibrate`.")
     return read_cluster(path)
+
+
+# Keys of `--set cluster.KEY=VALUE`, each with its unit. `flops`: in bf16, other precisions in proportion.
+UNITS = {"inner": GB, "outer": GB, "node_link": GB, "memory": GIB, "bandwidth": GB, "flops": 1e12}
+
+
+def with_settings(cluster: Cluster, settings: list[str]) -> Cluster:
+    """Returns the cluster with `cluster.KEY=VALUE` settings applied; `node_link` is the link between nodes, `outer`."""
+    for setting in settings:
+        key, _, text = setting.removeprefix("cluster.").partition("=")
+        if key not in UNITS:
+            raise JobError(f"--set {setting}: unknown key of a cluster: {suggest(key, UNITS)}")
+        if not text.replace(".", "", 1).isdecimal() or not 0.0 < float(text) < 1e9:
+            raise JobError(f"--set {setting}: cluster.{key} must be a positive number.")
+        cluster = changed(cluster, key, float(text) * UNITS[key])
+    return cluster
+
+
+def changed(cluster: Cluster, key: str, value: float) -> Cluster:
+    device = cluster.device
+    if key in ("inner", "outer", "node_link"):
+        link = "inner" if key == "inner" else "outer"
+        return replace(cluster, **{link: replace(getattr(cluster, link), bandwidth=value)})
+    peaks = {name: rate * value / device.peak_flops("bf16") for name, rate in device.peak_by_precision.items()}
+    return replace(cluster, device=replace(device, **{"peak_by_precision": peaks} if key == "flops" else {key: value}))
 
 
 def read_cluster(path: Path) -> Cluster:

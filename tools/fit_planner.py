@@ -345,14 +345,16 @@ def _write_toml(path: Path, reader: str, tables: dict[str, dict[str, float]]) ->
     path.write_text(text, encoding="utf-8")
 
 
-def accuracy_figures(report: dict[str, Any], results: list[dict[str, Any]]) -> str:
+def accuracy_figures(report: dict[str, Any], results: list[dict[str, Any]], rows: Rows) -> str:
     """The TOML file that `shardwise/planner/plan.py` reads and `docs/explanation/planner.md` shows."""
     figures = {"time_runs": len(time_errors(results)), "memory_runs": len(memory_errors(results))}
     for name in ("time", "memory"):
         figures |= {f"{name}_{key}": report[name][key] for key in ("median", "p90")}
         figures[f"{name}_over_sources"] = report["over_sources"][name]
     figures |= {**report["fits"], "regret": report["regret"]["by_row"]}
-    ratios = np.quantile([1 / (1 + error) for error in memory_errors(results)], np.linspace(0.025, 0.975, 20))
+    # The range of a plan's memory is that of the reserves in use, which are less biased than those fitted here.
+    in_use = [result for path, values in rows if "skipped" not in (result := predict_row(path, values))]
+    ratios = np.quantile([1 / (1 + error) for error in memory_errors(in_use)], np.linspace(0.025, 0.975, 20))
     text = "# Written by tools/fit_planner.py --check: every run predicted without its source; do not edit.\n"
     text += "".join(f"{name} = {round(value, 3)}\n" for name, value in figures.items())
     text += f"memory_ratios = [{', '.join(f'{ratio:.3f}' for ratio in ratios)}]  # measured over predicted peaks\n"
@@ -389,7 +391,7 @@ def main() -> None:
         results = [result for result in leave_out(runs, rows, x, slopes) if "skipped" not in result]
         report = summary(results)
         print_report(report)
-        ACCURACY_FILE.write_text(accuracy_figures(report, results), encoding="utf-8")
+        ACCURACY_FILE.write_text(accuracy_figures(report, results, rows), encoding="utf-8")
         return
     print_fit(fit, x)
     write_constants(constants(fit, x), CONSTANTS_FILE, FRAMEWORKS_FILE)

@@ -1,9 +1,8 @@
 """Measures this machine and writes the result as a cluster file for the planner.
 
-Every constant is measured on the kind of work it predicts: matmuls of several sizes, fused attention, whole blocks of
-our model (a tiny one for launch overhead, a large one for memory traffic), collectives of several sizes. On a GPU it
-measures compiled training steps by kernel category, at the temperature and power limit of real training. Processes that
-share a machine measure at the same time, as they will train at the same time.
+Every constant is measured on the kind of work it predicts: matmuls, fused attention, whole blocks of our model (a tiny
+one for launch overhead, a large one for memory traffic), collectives; on a GPU compiled training steps by kernel
+category, at the power limit of real training. Processes that share a machine measure at the same time.
 """
 
 import gc
@@ -226,8 +225,7 @@ def _block_seconds(sizes: dict[str, int], dtype: torch.dtype, device: torch.devi
 
 def _seconds(fn: Callable[[], Any], device: torch.device) -> float:
     """Returns the seconds of a call. On a GPU the median of repeats that each queue several calls, which hides launch
-    latency. On a CPU the mean, because processes that share cores interrupt each other: what counts is how many calls
-    finish."""
+    latency. On a CPU the mean: processes that share cores interrupt each other."""
     timer = _timer(fn)
     if device.type == "cpu":
         return timer.blocked_autorange(min_run_time=MIN_SECONDS).mean
@@ -240,10 +238,7 @@ def _timer(fn: Callable[[], Any]) -> Timer:
 
 def _measure_links() -> dict[str, float]:
     """Measures collectives, point-to-point transfers, and a block's time on this rank while all other ranks wait.
-
-    Training uses all-gather and reduce-scatter equally often, so both are measured, over the whole world and over pairs
-    of ranks. The two group sizes give the start cost of a collective and its latency per hop; the largest message gives
-    the bandwidth."""
+    The world and pairs of ranks give a collective's start cost and latency per hop, the largest message bandwidth."""
     size, rank, device = dist.get_world_size(), dist.get_rank(), torch.device("cpu")
     small, large = SMALL_MESSAGE, LARGE_MESSAGE
     values = {}

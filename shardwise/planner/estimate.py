@@ -1,8 +1,5 @@
-"""Predicts step time and memory of a layout in closed form, fast enough for a search over many layouts.
-
-`predict` simulates the pipeline schedule. The search first asks for a lower bound of its time
-(`shardwise.schedules.closed_form`), and simulates only layouts that can be among the best.
-"""
+"""Predicts step time and memory of a layout in closed form, fast enough for a search over many layouts; only the
+pipeline schedules of those that can be among the best are simulated."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -10,9 +7,8 @@ from math import log2
 from typing import NamedTuple
 
 from shardwise.layout import AUTO_SCHEDULES, V_SHAPED, Layout
-from shardwise.planner.costs import memory_model
+from shardwise.planner.costs import cached_by, memory_model
 from shardwise.planner.costs.block_time import BlockTimeModel, KernelProfile, ModuleTime, ParallelDegrees
-from shardwise.planner.costs.cached import cached_by
 from shardwise.planner.costs.engine_memory import EngineModel
 from shardwise.planner.costs.machine import Machine
 from shardwise.planner.costs.memory_model import FrameworkProfile, MemoryInputs, RankMemory, StageLayers
@@ -128,7 +124,8 @@ class Estimator:
         return max([self.memory(layout, rank).total for rank in self.stages(layout).representative_ranks])
 
     def fits(self, layout: Layout) -> bool:
-        return self.peak_memory(layout) <= self.memory_limit
+        limit, ranks = self.memory_limit, self.stages(layout).representative_ranks
+        return all(self.memory(layout, rank).total <= limit for rank in ranks)
 
     def predict_seconds(self, layout: Layout) -> float:
         return self.step_time(layout, self.pipeline_time(layout, self.schedule_time))
@@ -279,8 +276,7 @@ class Estimator:
     def block_time(self, layout: Layout) -> BlockTime:
         """Returns the time of a block, with recomputation and exposed communication."""
         inner, _, _ = self.module_times(self.parallel_degrees(layout))
-        recompute_fraction = 1.0 - layout.kept_fraction
-        backward_extra = inner.traffic
+        recompute_fraction, backward_extra = 1.0 - layout.kept_fraction, inner.traffic
         moved = self.framework_profile.cast_bytes
         if moved and not self.keeps_compute_copy(layout):
             weights = self.memory_inputs(layout)
@@ -311,8 +307,7 @@ class Estimator:
     def _weight_gather_time(self, layout: Layout) -> float:
         """Returns the seconds to all-gather a block's weights over the shard axis, or to reduce-scatter gradients."""
         stride, size = layout.tensor * layout.context, self.kernel_profile.itemsize
-        inputs = self.memory_inputs(layout)
-        block, experts = (size * w for w in (inputs.block_weights, inputs.expert_weights))
+        block, experts = size * (inputs := self.memory_inputs(layout)).block_weights, size * inputs.expert_weights
         gather = self.machine.all_gather(block, layout.shard, stride, block / self.gathers_per_block)
         return gather + self.machine.all_gather(experts, max(1, layout.shard // layout.expert), stride)
 
@@ -328,9 +323,8 @@ class Estimator:
 
     def stage_output_bytes(self, layout: Layout) -> float:
         """Returns the bytes of one micro-batch that one stage sends to the next."""
-        shape = self.shape
-        tokens = layout.micro_batch * shape.sequence / layout.context
-        return self.kernel_profile.itemsize * tokens * shape.width / layout.tensor
+        tokens = layout.micro_batch * self.shape.sequence / layout.context
+        return self.kernel_profile.itemsize * tokens * self.shape.width / layout.tensor
 
     def data(self, layout: Layout, dense_weights: float, experts: float, last_pass: float) -> float:
         """Returns the exposed seconds per step of reducing gradients and gathering updated weights."""

@@ -4,9 +4,8 @@ Estimator and search treat such a model as equal blocks of average cost. All are
 or sharded by ZeRO; T5 also over tensor and pipeline ranks. Its stages are assumed equal in time, since our engine
 balances them, and as large in memory as if all blocks were the largest.
 
-A DLRM's tables are in host memory, split over the data ranks. In each step every rank reads from its tables the rows
-that the global batch needs, copies them to the device and sends them to the samples' ranks by an all-to-all; gradients
-return the same way. None of this overlaps.
+A DLRM's tables are in host memory, split over the data ranks. Every rank reads the rows that the global batch needs,
+copies them to the device and sends them by an all-to-all; gradients return the same way. None of this overlaps.
 """
 
 from collections.abc import Sequence
@@ -14,8 +13,8 @@ from statistics import fmean as mean
 
 from shardwise.layout import Layout
 from shardwise.models.operator_costs import OperatorCosts
+from shardwise.planner.costs import cached_by
 from shardwise.planner.costs.block_time import KernelProfile, ModuleTime, ParallelDegrees
-from shardwise.planner.costs.cached import cached_by
 from shardwise.planner.costs.machine import Machine
 from shardwise.planner.costs.memory_model import MemoryInputs
 from shardwise.planner.costs.model_shape import OperatorListModel

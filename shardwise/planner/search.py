@@ -5,9 +5,8 @@ context ranks; micro-batches of 1, 2, 4, ... up to 32 samples, more if samples a
 shard (ZeRO 1, 2, 3) over all of them or within one domain; every schedule with up to 8 stages per rank; no, selective
 or full recomputation.
 
-Lower bounds of the step time prune it: the compute of a class (all layouts with the same degrees and micro-batch size),
-the time of a layout's slowest rank, a bound of its schedule. The rest is simulated, so the result equals that of
-simulating everything.
+Lower bounds of the step time prune it: of a class (the same degrees and micro-batch size), of the slowest rank, of the
+schedule. The rest is simulated, so the result equals that of simulating everything.
 """
 
 import time

@@ -1,7 +1,4 @@
-"""Predicted seconds of a decoder's embedding, blocks and head on one rank of our engine.
-
-A module's time depends on the micro-batch size, on the degrees that split it and on the device, not on the pipeline.
-"""
+"""Predicted seconds of a decoder's embedding, blocks and head on one rank of our engine, for one micro-batch."""
 
 from dataclasses import dataclass
 from math import ceil

@@ -1,8 +1,7 @@
 """Seconds of one operator or collective on one device of a cluster, from data-sheet peaks and fitted efficiencies.
 
-How much of a device's peaks real kernels and links reach is a few constants, global or per device family.
-`tools/fit_planner.py` fits them to published runs and writes `shardwise/planner/constants.toml`; it never fits one per
-run, model or source. `docs/explanation/planner.md` states the resulting error.
+How much of a device's peaks kernels and links reach is a few constants, global or per device family, which
+`tools/fit_planner.py` fits to published runs; `docs/explanation/planner.md` states the resulting error.
 """
 
 import tomllib
@@ -128,10 +127,8 @@ class Machine:
         return forward, 2.5 * forward / self.efficiency.attention_backward
 
     def bottleneck_time(self, device_seconds: float, host_seconds: float) -> float:
-        """Seconds of a pass limited by the device or by kernel launches on the host.
-
-        A p-norm of both: close to the larger one, and longer than it where they are similar, since each then waits for
-        the other part of the time."""
+        """Seconds of a pass limited by the device or by kernel launches on the host: a p-norm, close to the larger one,
+        and longer where they are similar, since each then waits for the other part of the time."""
         if not host_seconds:
             return device_seconds
         power = self.efficiency.overlap_sharpness

@@ -1,8 +1,6 @@
 """Peak memory of one rank by category, in closed form.
 
-For each pipeline rank: weights and gradients under its ZeRO stage, optimizer state, saved activations of every
-micro-batch in flight, logits, communication buffers, and a reserve for fragmentation, the driver and NCCL. Dense
-decoders on our engine use the exact model in `shardwise.planner.costs.engine_memory` instead.
+Dense decoders on our engine use the exact model in `shardwise.planner.costs.engine_memory` instead.
 """
 
 from dataclasses import dataclass
