@@ -177,12 +177,9 @@ class Estimator:
         costs = StageCosts(*zip(*[stage_times[stage] for stage in stages]))
         return costs.as_executed() if layout.has_split_backward else costs
 
-    @cached_by(
-        lambda self, layout: (
-            self.parallel_degrees(layout), layout.recompute, layout.zero, layout.shard, layout.replicate,
-            layout.pipeline, layout.stage_count, layout.schedule in V_SHAPED, layout.stages, layout.world == 1,
-        )
-    )  # fmt: skip
+    @cached_by(lambda self, layout: (
+        self.parallel_degrees(layout), layout.recompute, layout.zero, layout.shard, layout.replicate, layout.pipeline,
+        layout.stage_count, layout.schedule in V_SHAPED, layout.stages, layout.world == 1))  # fmt: skip
     def per_step_times(self, layout: Layout) -> tuple[float, float]:
         """Returns exposed seconds per step of data-parallel communication and of the update, on the fullest rank."""
         block, inputs = self.block_time(layout), self.memory_inputs(layout)
@@ -268,11 +265,8 @@ class Estimator:
     def activation_bytes(self, layout: Layout, sparse: bool) -> tuple[float, float, float]:
         return memory_model.block_activation_bytes(self.shape, self.kernel_profile.itemsize, layout, sparse)
 
-    @cached_by(
-        lambda self, layout: (
-            self.parallel_degrees(layout), layout.recompute, layout.zero, layout.shard, layout.world == 1,
-        )
-    )  # fmt: skip
+    @cached_by(lambda self, layout: (self.parallel_degrees(layout), layout.recompute, layout.zero, layout.shard,
+                                     layout.world == 1))  # fmt: skip
     def block_time(self, layout: Layout) -> BlockTime:
         """Returns the time of a block, with recomputation and exposed communication."""
         inner, _, _ = self.module_times(self.parallel_degrees(layout))

@@ -185,9 +185,8 @@ def make_estimator(job: Job, cluster: Cluster) -> Estimator:
         weights = list(meta_model(job.model, job.seed).parameters())
         trained = sum(w.numel() for w in weights if w.requires_grad) / sum(w.numel() for w in weights)
     machine = Machine(cluster, efficiency_of(cluster.device.family, cluster.measured), trained)
-    kernel_profile = KernelProfile(job.precision)
-    if cluster.device.family == "cpu":  # no fused loss: separate operators for upcast, log-softmax and gather
-        kernel_profile = KernelProfile(job.precision, loss_bytes_per_logit=53.0)
+    # On a CPU no loss is fused: separate operators for upcast, log-softmax and gather.
+    kernel_profile = KernelProfile(job.precision, *([53.0] if cluster.device.family == "cpu" else []))
     shape = shape_of(job.model, kernel_profile.itemsize)
     estimator_class = OperatorListEstimator if isinstance(shape, OperatorListModel) else Estimator
     compiled = bool(cluster.measured.get("compiled")) and job.compile is not False
@@ -245,10 +244,8 @@ def resolve_layout(job: Job, shape: ModelShape, layout: Layout) -> Layout:
         raise LayoutError(
             f"schedule={layout.schedule} is only available for dense decoders, not {job.model.name}; use 1f1b."
         )
-    limits = {
-        "tensor": shape.heads, "pipeline": shape.stages, "context": shape.context_positions,
-        "expert": shape.experts or 1,
-    }  # fmt: skip
+    limits = {"tensor": shape.heads, "pipeline": shape.stages, "context": shape.context_positions,
+              "expert": shape.experts or 1}  # fmt: skip
     for axis, limit in limits.items():
         degree = getattr(layout, axis)
         if degree > limit or (axis != "pipeline" and limit % degree):

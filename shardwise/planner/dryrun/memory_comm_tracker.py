@@ -37,10 +37,8 @@ from shardwise.layout import AXES
 from shardwise.parallel.mesh import Mesh
 
 ROLES = ("weights", "copies", "gradients", "optimizer", "activations", "buffers")
-AXIS_NAMES = (
-    *AXES, "shard x context", "replicate x context", "expert", "expert_replicas", "data", "tied_weights", "world",
-    "other",
-)  # fmt: skip
+AXIS_NAMES = (*AXES, "shard x context", "replicate x context", "expert", "expert_replicas", "data", "tied_weights",
+              "world", "other")  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
