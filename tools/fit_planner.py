@@ -1,6 +1,6 @@
 """Fits the planner's efficiency constants to measured runs, and cross-validates them.
 
-    python tools/fit_planner.py            fits to benchmarks/runs.csv and writes the constants
+    python tools/fit_planner.py            fits to the runs in benchmarks/ and writes the constants
     python tools/fit_planner.py --check    leaves out one source at a time and predicts it from the rest: the errors
                                            to trust, which it writes to `shardwise/planner/accuracy.toml`
 
@@ -339,7 +339,7 @@ def write_constants(values: dict[str, dict[str, float]], planner_file: Path, fra
 
 
 def _write_toml(path: Path, reader: str, tables: dict[str, dict[str, float]]) -> None:
-    text = f"# Written by tools/fit_planner.py from benchmarks/runs.csv; do not edit. {reader} explains each.\n"
+    text = f"# Written by tools/fit_planner.py from benchmarks/*.csv; do not edit. {reader} explains each.\n"
     for name, values in tables.items():
         text += f"\n[{name}]\n" + "".join(f"{key} = {value:.3g}\n" for key, value in values.items())
     path.write_text(text, encoding="utf-8")
