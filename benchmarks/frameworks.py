@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardwise.layout import Layout
+from shardwise.planner.costs import cached_by
 from shardwise.planner.costs.block_time import BlockTimeModel, KernelProfile, ModuleTime, ParallelDegrees
-from shardwise.planner.costs.cached import cached_by
-from shardwise.planner.costs.machine import Efficiency, Machine, efficiency_of
-from shardwise.planner.costs.memory_model import FrameworkProfile, MemoryInputs
+from shardwise.planner.costs.machine import LOW_PRECISION, Efficiency, Machine, efficiency_of
+from shardwise.planner.costs.memory_model import FrameworkProfile, MemoryInputs, RankMemory
 from shardwise.planner.costs.model_shape import ModelShape
 from shardwise.planner.estimate import Estimator, memory_inputs_key
 from shardwise.schedules.closed_form import lower_bound
@@ -24,6 +24,7 @@ CONSTANTS = tomllib.loads((Path(__file__).parent / "frameworks.toml").read_text(
 BUCKET_GROWTH_RANKS = 40  # data ranks above which Megatron-Core's gradient buckets grow with their number
 UNALIGNED_HEAD_SLOWDOWN = 8.0  # batched matmuls with a head size not divisible by 8; from published runs
 HEAD_KERNELS = 60  # kernels of norm, logits and loss in eager PyTorch, one way
+FRAGMENTATION = 0.2  # what nvidia-smi shows beyond live tensors and fixed buffers, with the allocator of 2020 to 2024
 FUSED_LOSS_BYTES = 16.0  # bytes moved per logit in forward and backward of a fused loss
 
 
@@ -34,7 +35,7 @@ class FrameworkEfficiency(Efficiency):
     eager: float = CONSTANTS["eager"]
     """Kernels per block in eager PyTorch, relative to fused kernels."""
     flash_attention_2: float = CONSTANTS["flash_attention_2"]
-    """Rate of FlashAttention 2 and older, relative to today's fused attention."""
+    """Rate of FlashAttention 2 on devices that have newer kernels, relative to these."""
     score_passes: float = CONSTANTS["score_passes"]
     """How often a forward of unfused attention moves each score."""
     loss_bytes_per_logit: float = CONSTANTS["loss_bytes_per_logit"]
@@ -78,8 +79,11 @@ class FrameworkMemory(FrameworkProfile):
     logits: float = 8.0
     cast_bytes: float = 0.0
     update_bytes: float = 30.0
-    fragmentation: float = 0.04
-    fixed_bytes: float = 2.0 * 2**30
+    fragmentation: float = 0.03
+    fixed_bytes: float = 2.5 * 2**30
+    """CUDA context, NCCL's buffers and cuBLAS workspaces."""
+    zero_bucket_bytes: float = 0.0
+    """DeepSpeed's two reduce buckets and one gather bucket, of 5e8 16-bit elements each; its pipelines have none."""
     accumulates_eagerly: bool = False
     """Whether gradients are accumulated weight by weight (`FrameworkEfficiency.grad_accumulation_bytes`)."""
     keeps_gathered_inputs: bool = False
@@ -92,17 +96,18 @@ class FrameworkMemory(FrameworkProfile):
 
 
 # DeepSpeed and Megatron-LM in fp16; eager PyTorch where the ZeRO stage is stated, with a fused loss for FSDP (stage 3);
-# XLA on TPUs; Megatron-Core otherwise, which keeps 16-bit gradients.
+# XLA on TPUs; Megatron-Core otherwise. All but FSDP and XLA allocate 16-bit gradients once.
 LEGACY_MEGATRON = FrameworkMemory(
     gradient_bytes=2.0, optimizer_bytes=16.0, accumulates_eagerly=True, keeps_dropout_masks=True, logits=10.0,
-    fragmentation=0.2, fixed_bytes=5.2 * 2**30,
+    fragmentation=FRAGMENTATION, persistent_gradients=True, zero_bucket_bytes=3 * 5e8 * 2,
 )  # fmt: skip
 PYTORCH_EAGER = FrameworkMemory(
-    keeps_gathered_inputs=True, has_unfused_activation=True, fragmentation=0.25, fixed_bytes=3.2 * 2**30
-)
-PYTORCH_FSDP = FrameworkMemory(logits=6.0, fragmentation=0.03, fixed_bytes=1.5 * 2**30)
+    gradient_bytes=2.0, keeps_gathered_inputs=True, has_unfused_activation=True, fragmentation=FRAGMENTATION,
+    persistent_gradients=True,
+)  # fmt: skip
+PYTORCH_FSDP = FrameworkMemory(logits=6.0, fixed_bytes=1.5 * 2**30)  # fewer communicators
 XLA_TPU = FrameworkMemory(gradient_bytes=2.0, logits=4.0, fragmentation=0.0, fixed_bytes=0.5 * 2**30)
-MEGATRON_CORE = FrameworkMemory(gradient_bytes=2.0)
+MEGATRON_CORE = FrameworkMemory(gradient_bytes=2.0, persistent_gradients=True)
 
 
 class FrameworkTimeModel(BlockTimeModel):
@@ -117,7 +122,8 @@ class FrameworkTimeModel(BlockTimeModel):
     def attention(self, degrees: ParallelDegrees) -> tuple[float, float]:
         if self.kernel_profile.fused_attention:
             forward, backward = super().attention(degrees)
-            rate = self.efficiency.flash_attention_2 if self.kernel_profile.flash_attention_2 else 1.0
+            is_older = self.kernel_profile.flash_attention_2 and self.machine.device.family not in ("volta", "ampere")
+            rate = self.efficiency.flash_attention_2 if is_older else 1.0
             return forward / rate, backward / rate
         # Unfused: the scores are written, masked, normalised, dropped out and read again.
         shape, precision, queries = self.shape, self.kernel_profile.precision, self.shape.sequence / degrees.context
@@ -155,7 +161,7 @@ class FrameworkTimeModel(BlockTimeModel):
         head = super().head(degrees)
         host = HEAD_KERNELS * self.efficiency.kernel_launch if self.kernel_profile.has_eager_loss else 0.0
         forward, backward = (self.machine.bottleneck_time(seconds, host) for seconds in (head.forward, head.backward))
-        return replace(head, forward=forward, backward=backward)
+        return head._replace(forward=forward, backward=backward)
 
 
 class FrameworkEstimator(Estimator):
@@ -181,6 +187,11 @@ class FrameworkEstimator(Estimator):
             return self._exposed_comm(reduce, last_pass) + gather
         return super().exposed_sync_time(reduce, gather, last_pass)
 
+    def data(self, layout: Layout, dense_weights: float, experts: float, last_pass: float) -> float:
+        # With several stages per rank, those that finish first communicate while the others run their micro-batches.
+        window = layout.pipeline * (1.0 - 1.0 / layout.stages_per_rank)
+        return super().data(layout, dense_weights, experts, last_pass * max(1.0, window))
+
     def _exposed_comm(self, traffic: float, compute: float) -> float:
         return super()._exposed_comm(traffic, compute) if self.kernels.overlap_comm else traffic
 
@@ -196,6 +207,11 @@ class FrameworkEstimator(Estimator):
             inputs = replace(inputs, recomputed_per_block=0.0)
         return replace(inputs, recv_buffer_bytes=0.0)
 
+    def memory(self, layout: Layout, rank: int) -> RankMemory:
+        memory = super().memory(layout, rank)
+        buckets = self.profile.zero_bucket_bytes if layout.shard > 1 and layout.pipeline == 1 else 0.0
+        return memory._replace(buffers=memory.buffers + buckets)
+
     def activation_bytes(self, layout: Layout, sparse: bool) -> tuple[float, float, float]:
         """Returns the bytes a block saves for one micro-batch's backward: with no, selective and full recomputation."""
         shape, itemsize = self.shape, self.kernels.itemsize
@@ -205,7 +221,8 @@ class FrameworkEstimator(Estimator):
         kv = 2 * shape.kv_heads * shape.head_dim
         if shape.kv_lora_rank:
             kv = 2 * shape.attention_width + t * (shape.q_lora_rank + shape.kv_lora_rank)
-        saved = itemsize * (2 * hidden_numel + 2 * matmul_inputs)
+        narrow = 1 if self.kernels.precision in LOW_PRECISION and not self.kernels.eager else itemsize
+        saved = itemsize * 2 * hidden_numel + narrow * 2 * matmul_inputs
         saved += itemsize * tokens * (shape.query_width + kv + shape.attention_width) / t
         if self.profile.has_unfused_activation:
             saved += itemsize * tokens * (shape.query_width + kv / 2) / t
@@ -213,9 +230,11 @@ class FrameworkEstimator(Estimator):
             saved += 2 * hidden_numel
         hidden = shape.shared_expert_ffn if sparse else shape.ffn
         num_saved = shape.ffn_matrices + (1 if self.profile.has_unfused_activation and shape.gated else 0)
-        saved += itemsize * tokens * hidden * num_saved / t
+        ffn_bytes = itemsize * (num_saved - 1) + narrow  # of the last matmul's input in its own precision
+        saved += tokens * hidden * ffn_bytes / t
         if sparse:
-            saved += itemsize * tokens * shape.experts_per_token / t * (2 * shape.width + num_saved * shape.expert_ffn)
+            routed = tokens * shape.experts_per_token / t
+            saved += routed * ((itemsize + narrow) * shape.width + ffn_bytes * shape.expert_ffn)
         selective = saved
         if self.profile.selective_keeps_matmuls:
             matmul_outputs = shape.query_width + kv + shape.attention_width + (shape.ffn_matrices - 1) * hidden

@@ -23,32 +23,41 @@ import csv
 import json
 import statistics
 from collections import Counter, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from frameworks import FrameworkEfficiency
 from published import MeasuredRun, SkipRow, evaluate_run, parse_row, read_rows
 
+from shardwise.planner.plan import HIGHEST
+
 UNDERESTIMATE = -0.05
+Constants = dict[str, FrameworkEfficiency]  # by device family
 
 
 def out_of_memory(path: Path, values: dict[str, str]) -> bool:
     return "out_of_memory" in path.stem or "OUT OF MEMORY" in values.get("note", "").upper()
 
 
-def predict_row(path: Path, values: dict[str, str]) -> dict[str, Any]:
+def predict_row(
+    path: Path, values: dict[str, str], constants: Constants | None = None,
+    change: Callable[[MeasuredRun], MeasuredRun] = lambda row: row,
+) -> dict[str, Any]:  # fmt: skip
     """Returns predicted seconds, memory and whether it fits, with the measurements; or why the row was skipped."""
     is_oom = out_of_memory(path, values)
     try:
-        row = parse_row(values)
+        row = change(parse_row(values))
         if row.seconds is None and row.memory is None and not is_oom:
             raise SkipRow("neither time nor memory was measured")
-        prediction, layout = evaluate_run(row, may_recompute=not is_oom)
+        prediction, layout = evaluate_run(row, not is_oom, (constants or {}).get(row.cluster.device.family))
     except SkipRow as reason:
         return {"skipped": str(reason)}
     limit = row.cluster.device.memory
     return {
         "row": row, "layout": str(layout), "seconds": prediction.seconds, "memory": prediction.peak_memory / 2**30,
-        "fits": prediction.peak_memory <= limit, "is_oom": is_oom,
+        "fits": prediction.peak_memory <= limit, "surely_fits": HIGHEST * prediction.peak_memory <= limit,
+        "is_oom": is_oom,
     }  # fmt: skip
 
 
@@ -84,10 +93,12 @@ def regret(results: list[dict[str, Any]]) -> dict[str, float]:
     for group in groups.values():
         if len(group) >= 3:
             chosen = min(group, key=lambda r: r["seconds"])["row"]
-            losses.append(chosen.seconds / min(r["row"].seconds for r in group) - 1)
+            losses.append((chosen.seconds / min(r["row"].seconds for r in group) - 1, len(group)))
     if not losses:
         return {"groups": 0}
-    return {"groups": len(losses), "mean": statistics.mean(losses), "max": max(losses)}
+    by_row = sum(loss * count for loss, count in losses) / sum(count for _, count in losses)
+    return {"groups": len(losses), "by_row": by_row, "mean": statistics.mean(loss for loss, _ in losses),
+            "max": max(losses)[0]}  # fmt: skip
 
 
 def summary(all_results: list[dict[str, Any]]) -> dict[str, Any]:
@@ -99,6 +110,7 @@ def summary(all_results: list[dict[str, Any]]) -> dict[str, Any]:
         fits["ran_ok"] = sum(r["fits"] for r in ran) / len(ran)
     if oom_results:
         fits["oom_ok"] = sum(not r["fits"] for r in oom_results) / len(oom_results)
+        fits["oom_warned"] = sum(not r["surely_fits"] for r in oom_results) / len(oom_results)
     by: dict[str, dict[str, list[dict[str, Any]]]] = {"by_source": defaultdict(list), "by_device": defaultdict(list)}
     for result in results:
         by["by_source"][result["row"].source].append(result)
@@ -107,6 +119,11 @@ def summary(all_results: list[dict[str, Any]]) -> dict[str, Any]:
         "rows": len(all_results),
         "used": len(results),
         "time": error_summary(time_errors(results)),
+        "over_sources": {
+            name: statistics.median(medians)
+            for name, errors in (("time", time_errors), ("memory", memory_errors))
+            if (medians := [error_summary(e)["median"] for rows in by["by_source"].values() if (e := errors(rows))])
+        },
         "memory": {**error_summary(memory), "under": sum(e < UNDERESTIMATE for e in memory) / len(memory)}
         if memory
         else {},
@@ -115,7 +132,12 @@ def summary(all_results: list[dict[str, Any]]) -> dict[str, Any]:
         "skipped": dict(Counter(r["skipped"] for r in all_results if "skipped" in r)),
         **{
             word: {
-                name: {"rows": len(rows), **error_summary(time_errors(rows))} for name, rows in sorted(groups.items())
+                name: {
+                    "rows": len(rows),
+                    **error_summary(time_errors(rows)),
+                    **({"memory": error_summary(memory)["median"]} if (memory := memory_errors(rows)) else {}),
+                }
+                for name, rows in sorted(groups.items())
             }
             for word, groups in by.items()
         },
@@ -130,6 +152,7 @@ def print_report(report: dict[str, Any]) -> None:
     print(f"rows {report['rows']}, used {report['used']}")
     for reason, count in sorted(report["skipped"].items(), key=lambda item: -item[1]):
         print(f"  skipped {count}: {reason}")
+    print(f"median over sources: {percent(report['over_sources'])}")
     print(f"step time: {percent(report['time'])}")
     print(f"memory: {percent(report['memory']) or 'not measured'}")
     print(f"fits: {percent(report['fits'])}")

@@ -251,10 +251,12 @@ def memory_of_row(
         return replace(MEGATRON_CORE, selective_keeps_matmuls=not recompute)
     is_zero3 = v["zero_stage"] == "3"
     memory = PYTORCH_FSDP if is_zero3 else PYTORCH_EAGER
+    if "nanotron" in v.get("note", ""):  # accumulates gradients in 32 bits
+        memory = replace(memory, gradient_bytes=4.0)
     if is_zero3 and layout.data == 1:  # FSDP also shards over the context ranks
         memory = replace(memory, optimizer_bytes=memory.optimizer_bytes / layout.context)
     if v.get("compile"):  # torchtitan: PyTorch's own loss, and memory as the allocator reserves it
-        memory = replace(memory, logits=12.0, fragmentation=0.13)
+        memory = replace(memory, logits=12.0, fragmentation=0.1)
     return memory
 
 
@@ -276,9 +278,11 @@ def measured_seconds(
     return flops / (float(v["tflops_per_gpu"]) * 1e12 * gpus)
 
 
-def evaluate_run(row: MeasuredRun, may_recompute: bool = True) -> tuple[Prediction, Layout]:
+def evaluate_run(
+    row: MeasuredRun, may_recompute: bool = True, efficiency: FrameworkEfficiency | None = None
+) -> tuple[Prediction, Layout]:
     """Returns the prediction, and the layout with micro-batch and recomputation filled in."""
-    estimator, limit = estimator_of(row), row.cluster.device.memory
+    estimator, limit = estimator_of(row, efficiency), row.cluster.device.memory
     layout = row.layout
     if not layout.micro_batch:
         samples_per_rank = max(1, row.samples // layout.data)
@@ -306,5 +310,4 @@ def predicted_seconds(row: MeasuredRun, layout: Layout, efficiency: FrameworkEff
 
 def estimator_of(row: MeasuredRun, efficiency: FrameworkEfficiency | None = None) -> FrameworkEstimator:
     e = efficiency or framework_efficiency(row.cluster.device.family, row.cluster.measured)
-    e = replace(e, unaligned_8=e.unaligned_64)  # every framework pads matmul sizes to multiples of 8
     return FrameworkEstimator(Machine(row.cluster, e), row.shape, row.kernels, row.memory_profile, row.samples, e)

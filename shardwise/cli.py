@@ -161,6 +161,7 @@ def plan(
     cluster: Annotated[str, Option(help="Preset (a100-80g, h100, ...) or file of `shardwise calibrate`.")] = "cpu",
     devices: Annotated[int | None, Option(min=1, help="Devices; default: one node, rack or pod (cpu: 1024).")] = None,
     layout: Annotated[str | None, Option(help="Estimate this layout instead of searching.")] = None,
+    price: Annotated[float | None, Option(min=0, help="Of a device for an hour: states the run's cost.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Chooses the fastest layout for a job on a cluster and predicts step time and memory. Needs no devices."""
@@ -171,7 +172,7 @@ def plan(
     if as_json:
         print_line(json.dumps(plan_result.as_dict()))
     else:
-        show_plan(plan_result, Console())
+        show_plan(plan_result, Console(), price)
 
 
 @app.command()
@@ -188,7 +189,7 @@ def dryrun(
     """Simulates a step of selected ranks of any world size on fake tensors; prints their exact memory and traffic."""
     load_job(job_file, overrides or [])  # reports a typo before the slow import of PyTorch
 
-    from shardwise.planner.dryrun.command import describe_reports, dryrun_job
+    from shardwise.planner.dryrun.dry_run import describe_reports, dryrun_job
 
     reports = dryrun_job(job_file, overrides or [], layout, rank or [], every_stage)
     for text in [json.dumps(report.as_dict()) for report in reports] if as_json else [describe_reports(reports)]:

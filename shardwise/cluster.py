@@ -8,7 +8,7 @@ of these peaks that software reaches is in `shardwise.planner.costs.machine`.
 """
 
 import tomllib
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -26,24 +26,27 @@ Rate = Annotated[float, Field(strict=True, ge=1e-9, le=1e21, allow_inf_nan=False
 NonNegative = Annotated[float, Field(strict=True, ge=0.0, le=1e21, allow_inf_nan=False)]
 Count = Annotated[int, Field(strict=True, ge=1, le=MAX_WORLD)]
 
+NEXT_WIDER = {
+    "fp4": "fp8", "fp8": "bf16", "bf16": "fp16", "fp16": "float32", "tf32": "float32", "float32": "float64",
+}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class DeviceSpec:
     """One accelerator, from its data sheet."""
 
     name: str
-    family: str  # selects the efficiencies: volta, ampere, hopper, blackwell, blackwell-ultra, cdna2, tpu, cpu
+    family: str  # selects the efficiencies: volta, ampere, hopper, blackwell, cdna2 to cdna4, tpu, cpu
     memory: Rate  # bytes
     bandwidth: Rate  # memory bandwidth, bytes per second
     peak_by_precision: Annotated[dict[str, Rate], Field(min_length=1)]  # dense matmul FLOP/s by precision
     compute_units: Count  # streaming multiprocessors, or their counterpart, that share one matmul
+    power: NonNegative = 0.0  # rated watts; 0: not known
 
     def peak_flops(self, precision: str) -> float:
         """Returns the peak matmul FLOP/s; an unsupported precision runs at the rate of the next wider supported one."""
-        next_wider = {"fp4": "fp8", "fp8": "bf16", "bf16": "fp16", "fp16": "float32", "float32": "float64"}
-        next_wider["tf32"] = "float32"
-        while precision not in self.peak_by_precision and precision in next_wider:
-            precision = next_wider[precision]
+        while precision not in self.peak_by_precision and precision in NEXT_WIDER:
+            precision = NEXT_WIDER[precision]
         return self.peak_by_precision.get(precision, min(self.peak_by_precision.values()))
 
 
@@ -73,7 +76,8 @@ def _read_presets() -> tuple[dict[str, DeviceSpec], dict[str, Cluster]]:
     for name, values in presets["devices"].items():
         peaks = {precision: float(round(rate * TERA)) for precision, rate in values["tflops"].items()}
         memory, bandwidth = values["memory"] * GIB, values["bandwidth"] * GB
-        devices[name] = DeviceSpec(name, values["family"], memory, bandwidth, peaks, values["compute_units"])
+        devices[name] = DeviceSpec(name, values["family"], memory, bandwidth, peaks, values["compute_units"],
+                                    values.get("power", 0.0))  # fmt: skip
     for name, values in presets["clusters"].items():
         inner, outer = (LinkSpec(bandwidth * GB, latency) for bandwidth, latency in (values["inner"], values["outer"]))
         options = values.get("topology", "switch"), presets["measured"].get(name, {})
@@ -92,6 +96,31 @@ def find_cluster(name: str) -> Cluster:
     if path.suffix != ".toml" and not path.exists():
         raise JobError(f"unknown cluster {name!r}: {suggest(name, CLUSTERS)} Or give a file of `shardwise calibrate`.")
     return read_cluster(path)
+
+
+# Keys of `--set cluster.KEY=VALUE`, each with its unit. `flops`: in bf16, other precisions in proportion.
+UNITS = {"inner": GB, "outer": GB, "node_link": GB, "memory": GIB, "bandwidth": GB, "flops": 1e12}
+
+
+def with_settings(cluster: Cluster, settings: list[str]) -> Cluster:
+    """Returns the cluster with `cluster.KEY=VALUE` settings applied; `node_link` is the link between nodes, `outer`."""
+    for setting in settings:
+        key, _, text = setting.removeprefix("cluster.").partition("=")
+        if key not in UNITS:
+            raise JobError(f"--set {setting}: unknown key of a cluster: {suggest(key, UNITS)}")
+        if not text.replace(".", "", 1).isdecimal() or not 0.0 < float(text) < 1e9:
+            raise JobError(f"--set {setting}: cluster.{key} must be a positive number.")
+        cluster = changed(cluster, key, float(text) * UNITS[key])
+    return cluster
+
+
+def changed(cluster: Cluster, key: str, value: float) -> Cluster:
+    device = cluster.device
+    if key in ("inner", "outer", "node_link"):
+        link = "inner" if key == "inner" else "outer"
+        return replace(cluster, **{link: replace(getattr(cluster, link), bandwidth=value)})
+    peaks = {name: rate * value / device.peak_flops("bf16") for name, rate in device.peak_by_precision.items()}
+    return replace(cluster, device=replace(device, **{"peak_by_precision": peaks} if key == "flops" else {key: value}))
 
 
 def read_cluster(path: Path) -> Cluster:

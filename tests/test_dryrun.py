@@ -20,10 +20,10 @@ from shardwise.errors import LayoutError
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.parallel.engine import Engine
-from shardwise.planner.dryrun.command import describe_reports
 from shardwise.planner.dryrun.dry_run import (
     CollectiveTraffic,
     RankReport,
+    describe_reports,
     dry_run,
     fake_process_group,
     measure_rank,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from shardwise.planner.costs.machine import Machine, efficiency_of
 from shardwise.planner.costs.memory_model import FrameworkProfile
 from shardwise.planner.costs.model_shape import shape_of
 from shardwise.planner.estimate import Estimator, split_evenly
-from shardwise.planner.plan import make_plan
+from shardwise.planner.plan import HIGHEST, make_plan, out_of_memory_risk, plan_job
 from shardwise.planner.search import class_layouts, class_lower_bound, layout_classes, search
 
 SHAPES = [
@@ -139,8 +141,46 @@ def test_the_command_for_machines(tmp_path: Path) -> None:
     assert set(found["layouts"][0]) == {
         "layout", "fits", "step_seconds", "tokens_per_second_per_device", "model_flops_per_device",
         "hardware_flops_per_device", "peak_memory_gib", "bubble", "exposed", "reason",
+        "memory_range_gib", "out_of_memory_risk",
     }  # fmt: skip
     seconds = [layout["step_seconds"] for layout in found["layouts"]]
     assert seconds == sorted(seconds)
     only = CliRunner().invoke(app, ["plan", str(job), "--cluster", "h100", "--layout", "shard=8 zero=3", "--json"])
     assert len(json.loads(only.stdout)["layouts"]) == 1
+
+
+def llama_job(tmp_path: Path, samples: int = 64) -> str:
+    job = tmp_path / "job.toml"
+    job.write_text(f'precision = "bf16"\n[model]\nname = "llama3-8b"\n[batch]\nsamples = {samples}\n')
+    return str(job)
+
+
+def test_a_plan_fits_at_the_upper_end_and_says_how_risky_a_tight_layout_is(tmp_path: Path) -> None:
+    found = plan_job(Path(llama_job(tmp_path)), [], "h100", 8, None)
+    limit = found.cluster.device.memory
+    assert all(p.peak_memory * HIGHEST <= limit for p in found.layouts)
+    peak = found.best.peak_memory / 2**30
+    tight = replace(found.cluster, device=replace(found.cluster.device, memory=1.02 * found.best.peak_memory))
+    sentence = replace(found, cluster=tight).memory_verdict(found.best)
+    assert f"{peak:.3g} of {1.02 * peak:.3g} GiB" in sentence and "tight, 1 in " in sentence
+    assert out_of_memory_risk(1.0, 100.0) == 0.0 < out_of_memory_risk(1.0, 1.02) < out_of_memory_risk(1.0, 0.9) < 1.0
+    given = plan_job(Path(llama_job(tmp_path)), [], "h100", None, "shard=8 micro_batch=2 zero=3 recompute=selective")
+    assert "GiB" in given.memory_verdict(given.best)
+
+
+def test_price_energy_and_what_would_make_it_faster(tmp_path: Path) -> None:
+    command = ["plan", llama_job(tmp_path), "--cluster", "h100", "--devices", "16", "--layout", "shard=16 zero=3"]
+    result = CliRunner().invoke(app, [*command, "--price", "2.5"])
+    assert result.exit_code == 0, result.output
+    hours = plan_job(Path(command[1]), [], "h100", 16, "shard=16 zero=3").training_seconds / 3600 * 16
+    assert f"Cost at 2.5 for an hour of a device: {2.5 * hours:,.2f}." in result.output
+    assert "Energy at the devices' rated 700 W" in result.output and "Bottleneck: matmul FLOP/s." in result.output
+
+
+def test_what_if_the_link_between_nodes_were_slower(tmp_path: Path) -> None:
+    job, layout = Path(llama_job(tmp_path)), "shard=16 zero=3"
+    seconds = [plan_job(job, [f"cluster.node_link={rate}"], "h100", 16, layout).best.seconds for rate in (1, 10, 50)]
+    assert seconds[0] > seconds[1] > seconds[2] == plan_job(job, [], "h100", 16, layout).best.seconds
+    for setting in ("cluster.outre=3", "cluster.outer=-3", "cluster.outer=fast"):
+        with pytest.raises(JobError, match=re.escape(setting)):
+            plan_job(job, [setting], "h100", 16, layout)

@@ -1,7 +1,8 @@
 """Fits the planner's efficiency constants to measured runs, and cross-validates them.
 
-    python tools/fit_planner.py            fits to benchmarks/runs.csv and writes the constants
-    python tools/fit_planner.py --check    leaves out one source at a time and predicts it from the rest
+    python tools/fit_planner.py            fits to the runs in benchmarks/ and writes the constants
+    python tools/fit_planner.py --check    leaves out one source at a time and predicts it from the rest: the errors
+                                           to trust, which it writes to `shardwise/planner/accuracy.toml`
 
 Writes `shardwise/planner/constants.toml`, which the planner reads, and `benchmarks/frameworks.toml` with the constants
 that only other people's software needs.
@@ -17,10 +18,13 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+import tomllib
 from collections import Counter, defaultdict
-from dataclasses import fields
+from contextlib import suppress
+from dataclasses import fields, replace
 from math import exp, log
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +32,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from frameworks import FrameworkEfficiency  # noqa: E402
+from planner_accuracy import (  # noqa: E402
+    error_summary,
+    memory_errors,
+    out_of_memory,
+    predict_row,
+    print_report,
+    summary,
+    time_errors,
+)  # fmt: skip
 from published import MeasuredRun, SkipRow, evaluate_run, parse_row, predicted_seconds, read_rows  # noqa: E402
 
 from shardwise.layout import Layout  # noqa: E402
@@ -64,8 +77,8 @@ PRIOR = {
     "loss_bytes_per_logit": 70.0,
     "grad_accumulation_bytes": 10.0,
     "collective_start": 3e-5,
-    "tensor_wait": 2e-4,
     "all_to_all": 0.6,
+    "tensor_wait": 2e-4,
 }
 # Family-specific priors. Matmuls: the best isolated measurement (Bekman, ml-engineering, "Maximum Achievable Matmul
 # FLOPS"), and nearly the peak on a TPU's systolic arrays. Attention: the FlashAttention 2 and 3 papers.
@@ -73,13 +86,12 @@ FAMILY_PRIOR = {
     "ampere": {"matmul": 0.87, "attention": 0.65},
     "hopper": {"matmul": 0.80, "low_precision_matmul": 0.72, "attention": 0.65},
     "blackwell": {"matmul": 0.76, "low_precision_matmul": 0.75},
-    "blackwell-ultra": {"matmul": 0.79, "low_precision_matmul": 0.745},
     "tpu": {"matmul": 0.95},
 }
-FAMILY_KEYS = (
-    "matmul", "low_precision_matmul", "attention", "memory", "inner", "outer", "kernel_launch", "overlap_tensor",
-)  # fmt: skip
-OTHER_FAMILY = (0.75, 0.6, 0.55, 0.7, 0.7, 0.7, 1e-5, 0.3)  # by hand, for families without measured runs
+FAMILY_KEYS = ("matmul", "low_precision_matmul", "attention", "memory")
+OTHER_FAMILY = (0.75, 0.6, 0.55, 0.7)  # by hand, for families without measured runs
+# These devices have no low precision, and V100 runs no fused attention: the prior stands.
+UNUSED = {("volta", "low_precision_matmul"), ("volta", "attention"), ("ampere", "low_precision_matmul")}
 COMMON_KEYS = tuple(key for key in PRIOR if key not in FAMILY_KEYS)
 LOG_KEYS = (
     "kernel_launch",
@@ -104,13 +116,20 @@ PRIOR_STRENGTH = {
     "grad_accumulation_bytes": 2.0, "score_passes": 2.0, "tensor_wait": 4.0, "contention": 2.0, "latency": 2.0,
 }  # fmt: skip
 GROUP_WEIGHT = 5.0
+# What a framework's memory is beyond live tensors, for `--check`: the constants of `frameworks.py` are chosen by hand.
+RESERVES = [(fraction, fixed * 2**30) for fraction in (0.0, 0.03, 0.1, 0.2, 0.3) for fixed in (1.5, 2.5, 3.5)]
 SOFT_L1_SCALE = 0.2  # larger errors count linearly
 
+FILES = ("runs.csv", "unseen.csv", "out_of_memory.csv")
 CONSTANTS_FILE = ROOT / "shardwise" / "planner" / "constants.toml"
+ACCURACY_FILE = ROOT / "shardwise" / "planner" / "accuracy.toml"
 FRAMEWORKS_FILE = ROOT / "benchmarks" / "frameworks.toml"
 FRAMEWORK_KEYS = {field.name for field in fields(FrameworkEfficiency)} - {field.name for field in fields(Efficiency)}
 
 RunAndLayout = tuple[MeasuredRun, Layout]
+Rows = list[tuple[Path, dict[str, str]]]
+Reserve = tuple[float, float]
+ReserveErrors = dict[tuple[Reserve, Reserve], dict[str, list[float]]]
 
 
 def to_unconstrained(key: str, value: float) -> float:
@@ -130,7 +149,7 @@ def load(paths: list[Path]) -> list[RunAndLayout]:
                 row = parse_row(values)
             except SkipRow:
                 continue
-            if row.seconds and row.quality in "AB":
+            if row.seconds and row.quality in "AB" and not out_of_memory(path, values):
                 runs.append((row, evaluate_run(row)[1]))
     return runs
 
@@ -144,11 +163,11 @@ def group_ids(runs: list[RunAndLayout]) -> np.ndarray:
 
 
 class EfficiencyFit:
-    def __init__(self, runs: list[RunAndLayout]):
+    def __init__(self, runs: list[RunAndLayout], families: list[str] | None = None):
         self.runs = runs
-        self.families = sorted({row.cluster.device.family for row, _ in runs})
+        self.families = families or sorted({row.cluster.device.family for row, _ in runs})
         self.parameter_names = [("", key) for key in COMMON_KEYS] + [
-            (family, key) for family in self.families for key in FAMILY_KEYS
+            (family, key) for family in self.families for key in FAMILY_KEYS if (family, key) not in UNUSED
         ]
         self.prior = np.array(
             [
@@ -187,17 +206,29 @@ class EfficiencyFit:
             [self.run_weight * errors, GROUP_WEIGHT * self.run_weight * np.where(in_group, errors - means, 0.0)]
         )
 
-    def solve(self, rounds: int, start: np.ndarray | None = None) -> np.ndarray:
-        """Minimises the cost by Levenberg-Marquardt with iteratively reweighted residuals."""
+    def solve(self, rounds: int, start: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Minimises the cost by Levenberg-Marquardt with iteratively reweighted residuals; returns the constants and
+        the slopes of every run's error at the last but one."""
         x = self.prior.copy() if start is None else start
-        errors, damping = self.errors(x), 1.0
-        cost = self.cost(errors, x)
         for _ in range(rounds):
-            slopes = np.stack([self.terms(self.slope(x, errors, n)) for n in range(len(x))], axis=1)
+            slopes = self.slopes(x)
+            x = self.refine(x, slopes, 3)
+        return x, slopes
+
+    def slopes(self, x: np.ndarray) -> np.ndarray:
+        errors = self.errors(x)
+        return np.stack([self.slope(x, errors, n) for n in range(len(x))], axis=1)
+
+    def refine(self, x: np.ndarray, slopes: np.ndarray, steps: int) -> np.ndarray:
+        """Takes steps with the same slopes, each accepted only if it lowers the true cost."""
+        errors, damping = self.errors(x), 0.1
+        cost = self.cost(errors, x)
+        linear = np.stack([self.terms(column) for column in slopes.T], axis=1)
+        for _ in range(steps):
             terms = self.terms(errors)
             robust_weight = 1 / np.sqrt(1 + (terms / SOFT_L1_SCALE) ** 2)
-            matrix = slopes.T @ (robust_weight[:, None] * slopes) + np.diag(self.prior_weight)
-            vector = slopes.T @ (robust_weight * terms) + self.prior_weight * (x - self.prior)
+            matrix = linear.T @ (robust_weight[:, None] * linear) + np.diag(self.prior_weight)
+            vector = linear.T @ (robust_weight * terms) + self.prior_weight * (x - self.prior)
             while damping < 1e4:
                 step = np.clip(np.linalg.solve(matrix + damping * np.diag(np.diag(matrix)), -vector), -1.0, 1.0)
                 trial_errors = self.errors(x + step)
@@ -222,35 +253,55 @@ class EfficiencyFit:
         )
 
 
-def cross_validate(runs: list[RunAndLayout], rounds: int) -> dict[str, float]:
-    """Returns the median error of each source when all constants are fitted without it."""
-    start = None
-    median_by_source: dict[str, float] = {}
-    all_errors: list[float] = []
-    for source in sorted({row.source for row, _ in runs}):
-        fit = EfficiencyFit([run for run in runs if run[0].source != source])
-        x = fit.solve(rounds, start)
-        efficiencies = fit.efficiencies(x)
-        common = {
-            key: from_unconstrained(key, x[n]) for n, (family, key) in enumerate(fit.parameter_names) if not family
-        }
-        mean = {
-            key: from_unconstrained(
-                key, float(np.mean([x[n] for n, (f, k) in enumerate(fit.parameter_names) if f and k == key]))
-            )
-            for key in FAMILY_KEYS
-        }
-        unknown_family = FrameworkEfficiency(**{**common, **mean})  # a family with no other source
-        errors = []
-        for row, layout in runs:
-            if row.source == source and row.seconds:
-                efficiency = efficiencies.get(row.cluster.device.family, unknown_family)
-                errors.append(abs(predicted_seconds(row, layout, efficiency) / row.seconds - 1))
-        median_by_source[source] = statistics.median(errors)
-        all_errors += errors
-        print(f"  {source:24s} {len(errors):4d} runs, median {100 * median_by_source[source]:5.1f}%", flush=True)
-    median_by_source["all"] = statistics.median(all_errors)
-    return median_by_source
+def reserve_errors(rows: Rows) -> ReserveErrors:
+    """Returns the errors of peak memory by source, for each pair of reserve constants in use (fraction lost to
+    fragmentation, fixed bytes) replaced by each pair of `RESERVES`."""
+    errors: ReserveErrors = defaultdict(lambda: defaultdict(list))
+    for path, values in rows:
+        with suppress(SkipRow):
+            row = parse_row(values)
+            if row.memory and not out_of_memory(path, values):
+                own = row.memory_profile.fragmentation, row.memory_profile.fixed_bytes
+                for reserve in RESERVES:
+                    peak = evaluate_run(with_reserve(row, {own: reserve}))[0].peak_memory
+                    errors[own, reserve][row.source].append(abs(peak / 2**30 / row.memory - 1))
+    return errors
+
+
+def fit_reserve(errors: ReserveErrors, source: str) -> dict[Reserve, Reserve]:
+    """Returns the best reserve for each in use, without a source: by the mean over sources of the median error."""
+    others = {key: [statistics.median(e) for name, e in by.items() if name != source] for key, by in errors.items()}
+    return {
+        own: min(RESERVES, key=lambda reserve: statistics.mean(others[own, reserve]))  # noqa: B023
+        for own, _ in others if others[own, RESERVES[0]]
+    }  # fmt: skip
+
+
+def with_reserve(row: MeasuredRun, reserves: dict[Reserve, Reserve]) -> MeasuredRun:
+    own = row.memory_profile.fragmentation, row.memory_profile.fixed_bytes
+    fragmentation, fixed = reserves.get(own, own)
+    return replace(row, memory_profile=replace(row.memory_profile, fragmentation=fragmentation, fixed_bytes=fixed))
+
+
+def leave_out(runs: list[RunAndLayout], rows: Rows, x: np.ndarray, slopes: np.ndarray) -> list[dict[str, Any]]:
+    """Returns every row's prediction by constants that are fitted without its source. The fit starts from that to all
+    runs and takes its slopes, but steps until the cost without the source no longer falls."""
+    results, memory_errors_by_reserve = [], reserve_errors(rows)
+    for source in sorted({values["source"] for _, values in rows}):
+        kept = [n for n, (row, _) in enumerate(runs) if row.source != source]
+        fit = EfficiencyFit([runs[n] for n in kept], sorted({row.cluster.device.family for row, _ in runs}))
+        found = fit.refine(x, slopes[kept], 4) if len(kept) < len(runs) else x
+        efficiencies = fit.efficiencies(found)
+        reserves = fit_reserve(memory_errors_by_reserve, source)
+        own = [
+            predict_row(path, values, efficiencies, lambda row: with_reserve(row, reserves))  # noqa: B023
+            for path, values in rows if values["source"] == source
+        ]  # fmt: skip
+        results += own
+        errors = error_summary(time_errors([result for result in own if "skipped" not in result]))
+        figures = ", ".join(f"{name} {100 * error:5.1f}%" for name, error in errors.items())
+        print(f"  {source:24s} {len(own):4d} runs  {figures}", flush=True)
+    return results
 
 
 def print_fit(fit: EfficiencyFit, x: np.ndarray) -> None:
@@ -268,6 +319,8 @@ def print_fit(fit: EfficiencyFit, x: np.ndarray) -> None:
 def constants(fit: EfficiencyFit, x: np.ndarray) -> dict[str, dict[str, float]]:
     """Returns the fitted constants by family; "": for all families."""
     values: dict[str, dict[str, float]] = defaultdict(dict)
+    for family, key in UNUSED:
+        values[family][key] = PRIOR[key]
     for (family, key), number in zip(fit.parameter_names, x, strict=True):
         values[family][key] = from_unconstrained(key, number)
     return values
@@ -286,26 +339,60 @@ def write_constants(values: dict[str, dict[str, float]], planner_file: Path, fra
 
 
 def _write_toml(path: Path, reader: str, tables: dict[str, dict[str, float]]) -> None:
-    text = f"# Written by tools/fit_planner.py from benchmarks/runs.csv; do not edit. {reader} explains each.\n"
+    text = f"# Written by tools/fit_planner.py from benchmarks/*.csv; do not edit. {reader} explains each.\n"
     for name, values in tables.items():
         text += f"\n[{name}]\n" + "".join(f"{key} = {value:.3g}\n" for key, value in values.items())
     path.write_text(text, encoding="utf-8")
 
 
+def accuracy_figures(report: dict[str, Any], results: list[dict[str, Any]], rows: Rows) -> str:
+    """The TOML file that `shardwise/planner/plan.py` reads and `docs/explanation/planner.md` shows."""
+    figures = {"time_runs": len(time_errors(results)), "memory_runs": len(memory_errors(results))}
+    for name in ("time", "memory"):
+        figures |= {f"{name}_{key}": report[name][key] for key in ("median", "p90")}
+        figures[f"{name}_over_sources"] = report["over_sources"][name]
+    figures |= {**report["fits"], "regret": report["regret"]["by_row"]}
+    # The range of a plan's memory is that of the reserves in use, which are less biased than those fitted here.
+    in_use = [result for path, values in rows if "skipped" not in (result := predict_row(path, values))]
+    ratios = np.quantile([1 / (1 + error) for error in memory_errors(in_use)], np.linspace(0.025, 0.975, 20))
+    text = "# Written by tools/fit_planner.py --check: every run predicted without its source; do not edit.\n"
+    text += "".join(f"{name} = {round(value, 3)}\n" for name, value in figures.items())
+    text += f"memory_ratios = [{', '.join(f'{ratio:.3f}' for ratio in ratios)}]  # measured over predicted peaks\n"
+    text += "\n[sources]  # runs; median error and bias of the step time, median error of the memory; -9: none\n"
+    for source, values in report["by_source"].items():
+        shares = [round(values.get(key, -9), 3) for key in ("median", "bias", "memory")]
+        text += f'"{source}" = {[values["rows"], *shares]}\n'
+    return text
+
+
+def current(fit: EfficiencyFit) -> np.ndarray:
+    """Returns the constants of the last fit, or the prior of those that it did not have."""
+    tables = tomllib.loads(CONSTANTS_FILE.read_text(encoding="utf-8"))
+    own = tomllib.loads(FRAMEWORKS_FILE.read_text(encoding="utf-8"))["common"]
+    return np.array([
+        to_unconstrained(key, table[key]) if key in table else prior
+        for (family, key), prior in zip(fit.parameter_names, fit.prior, strict=True)
+        for table in [tables["families"].get(family, {}) if family else {**tables["common"], **own}]
+    ])  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", type=Path, default=[ROOT / "benchmarks" / "runs.csv"])
-    parser.add_argument("--check", action="store_true", help="cross-validate by source, write nothing")
-    parser.add_argument("--prior-weight", type=float, default=PRIOR_WEIGHT)
-    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("files", nargs="*", type=Path, default=[ROOT / "benchmarks" / name for name in FILES])
+    parser.add_argument("--check", action="store_true", help="leave out one source at a time")
+    parser.add_argument("--rounds", type=int, default=2, help="of new slopes")
     options = parser.parse_args()
-    globals()["PRIOR_WEIGHT"] = options.prior_weight
     runs = load(options.files)
-    if options.check:
-        print(f"all: median {100 * cross_validate(runs, options.rounds)['all']:.1f}%")
-        return
     fit = EfficiencyFit(runs)
-    x = fit.solve(options.rounds)
+    x, slopes = fit.solve(options.rounds, current(fit))
+    if options.check:
+        rows = [(path, values) for path in options.files for values in read_rows(path)]
+        print(f"{len(x)} constants, fitted without the source that they predict:")
+        results = [result for result in leave_out(runs, rows, x, slopes) if "skipped" not in result]
+        report = summary(results)
+        print_report(report)
+        ACCURACY_FILE.write_text(accuracy_figures(report, results, rows), encoding="utf-8")
+        return
     print_fit(fit, x)
     write_constants(constants(fit, x), CONSTANTS_FILE, FRAMEWORKS_FILE)
 

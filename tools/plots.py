@@ -1,8 +1,8 @@
 """Compares the planner's predictions with the measured runs of `benchmarks/runs.csv` and writes the errors to
 
 - `docs/explanation/planner-time.svg` and `planner-memory.svg`: predicted against measured, a dot a run;
-- the generated part of `docs/explanation/planner.md`: the errors, overall and by source;
-- `shardwise/planner/accuracy.toml`: the error that `shardwise plan` states.
+- the generated part of `docs/explanation/planner.md`: the errors, overall and by source, with each source left out as
+  `tools/fit_planner.py --check` found them.
 
 Run it after every change of the planner or its constants: python tools/plots.py [--check]; takes some seconds.
 With `--check`: exits 1 if one of them is stale.
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from math import ceil, floor, log10
@@ -22,7 +23,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from planner_accuracy import error_summary, memory_errors, predict_row, summary, time_errors  # noqa: E402
+from planner_accuracy import predict_row, summary  # noqa: E402
 from published import read_rows  # noqa: E402
 
 DOCS = ROOT / "docs" / "explanation"
@@ -129,36 +130,26 @@ def percent(value: float | None) -> str:
     return "" if value is None else f"{100 * value:.1f}%"
 
 
-def page(results: Sequence[Result], others: Sequence[Result]) -> str:
-    """The generated section of the page."""
-    one_node = [result for result in results if result["row"].source == "vtrain-single"]
-    published = [result for result in results if result["row"].source != "vtrain-single"]
-    columns = [summary(list(group)) for group in (published, one_node, others)]
-    rows = [("runs", *(str(column["used"]) for column in columns))]
-    for what in ("time", "memory"):
-        for key, word in (("median", "median error"), ("p90", "90th percentile"), ("bias", "bias")):
-            name = f"{'step time' if what == 'time' else 'memory'}, {word}"
-            rows.append((name, *(percent(column[what].get(key)) for column in columns)))
-    rows.append(("memory underestimated by over 5%", *(percent(column["memory"].get("under")) for column in columns)))
-    rows.append(("real runs predicted to fit", *(percent(column["fits"].get("ran_ok")) for column in columns)))
-    rows.append(("mean regret of the chosen layout", *(percent(column["regret"].get("mean")) for column in columns)))
-    parts = [*_table(("", "published runs", "one node", "held-out sources"), rows), "", "By source:", ""]
-    parts += _table(
-        ("source", "runs", "step time: median", "90th percentile", "bias", "memory: median"),
-        _sources([*results, *others]),
-    )
-    return "\n".join(parts) + "\n"
-
-
-def _sources(results: Sequence[Result]) -> Iterator[tuple[str, ...]]:
-    by: dict[str, list[Result]] = defaultdict(list)
-    for result in results:
-        by[result["row"].source].append(result)
-    for name, group in sorted(by.items()):
-        time, memory = error_summary(time_errors(group)), error_summary(memory_errors(group))
-        shares = [percent(values.get(key)) for values, key in
-                  ((time, "median"), (time, "p90"), (time, "bias"), (memory, "median"))]  # fmt: skip
-        yield name, str(len(group)), *shares
+def page(results: Sequence[Result], left_out: dict[str, Any]) -> str:
+    """The generated section of the page: each source predicted without it, and by constants fitted to all."""
+    fitted = summary(list(results))
+    rows = [
+        ("step time: median over sources", left_out["time_over_sources"], fitted["over_sources"]["time"]),
+        ("step time: median over runs", left_out["time_median"], fitted["time"]["median"]),
+        ("step time: 90th percentile", left_out["time_p90"], fitted["time"]["p90"]),
+        ("memory: median over sources", left_out["memory_over_sources"], fitted["over_sources"]["memory"]),
+        ("memory: median over runs", left_out["memory_median"], fitted["memory"]["median"]),
+        ("memory: 90th percentile", left_out["memory_p90"], fitted["memory"]["p90"]),
+        ("ran, and said to fit", left_out["ran_ok"], fitted["fits"]["ran_ok"]),
+        ("ran out of memory, and said so", left_out["oom_ok"], fitted["fits"]["oom_ok"]),
+        ("ran out of memory, and said to be tight or not to fit", left_out["oom_warned"], fitted["fits"]["oom_warned"]),
+        ("regret of the chosen layout, by row", left_out["regret"], fitted["regret"]["by_row"]),
+    ]
+    parts = _table(("", "source left out", "source fitted"), ((name, *map(percent, values)) for name, *values in rows))
+    sources = ((name, str(n), *(percent(value) if value >= -1 else "" for value in values))
+               for name, (n, *values) in left_out["sources"].items())  # fmt: skip
+    head = ("source, left out", "runs", "step time: median", "bias", "memory: median")
+    return "\n".join([*parts, "", *_table(head, sources)]) + "\n"
 
 
 def _table(head: Sequence[str], rows: Any) -> Iterator[str]:
@@ -167,32 +158,24 @@ def _table(head: Sequence[str], rows: Any) -> Iterator[str]:
     yield from ("| " + " | ".join(row) + " |" for row in rows)
 
 
-def accuracy_figures(results: list[Result]) -> str:
-    """The TOML file that `shardwise/planner/plan.py` reads."""
-    lines = ["# Written by tools/plots.py from benchmarks/runs.csv; do not edit."]
-    for name, errors in (("time", time_errors(results)), ("memory", memory_errors(results))):
-        lines.append(f"{name}_runs = {len(errors)}")
-        lines += [f"{name}_{key} = {error_summary(errors)[key]:.3f}" for key in ("median", "p90")]
-    return "\n".join(lines) + "\n"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="exit 1 if something is stale")
     options = parser.parse_args()
-    results, others = (
-        [result for values in read_rows(path) if "skipped" not in (result := predict_row(path, values))]
-        for path in (ROOT / "benchmarks" / "runs.csv", ROOT / "benchmarks" / "unseen.csv")
-    )
+    results = [
+        result for name in ("runs.csv", "unseen.csv", "out_of_memory.csv")
+        for values in read_rows(ROOT / "benchmarks" / name)
+        if "skipped" not in (result := predict_row(ROOT / "benchmarks" / name, values))
+    ]  # fmt: skip
     words, numbers = DOCS / "planner.md", ROOT / "shardwise" / "planner" / "accuracy.toml"
-    old = words.read_text(encoding="utf-8")
+    old, left_out = words.read_text(encoding="utf-8"), tomllib.loads(numbers.read_text(encoding="utf-8"))
     if not MARK.search(old):
         sys.exit(f"{words}: the markers of the generated section are missing.")
+    ran = [result for result in results if not result["is_oom"]]
     outputs = {
-        DOCS / "planner-time.svg": plot(pairs_of(results, "seconds"), "step time", "seconds"),
-        DOCS / "planner-memory.svg": plot(pairs_of(results, "memory"), "peak memory", "GiB"),
-        words: MARK.sub(lambda match: match[1] + page(results, others) + match[2], old),
-        numbers: accuracy_figures(results),
+        DOCS / "planner-time.svg": plot(pairs_of(ran, "seconds"), "step time", "seconds"),
+        DOCS / "planner-memory.svg": plot(pairs_of(ran, "memory"), "peak memory", "GiB"),
+        words: MARK.sub(lambda match: match[1] + page(results, left_out) + match[2], old),
     }
     stale = [path for path, text in outputs.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
     for path in stale:

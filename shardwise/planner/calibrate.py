@@ -1,9 +1,8 @@
 """Measures this machine and writes the result as a cluster file for the planner.
 
-Every constant is measured on the kind of work it predicts: matmuls of several sizes, fused attention, whole blocks of
-our model (a tiny one for launch overhead, a large one for memory traffic), collectives of several sizes. On a GPU it
-measures compiled training steps by kernel category, at the temperature and power limit of real training. Processes that
-share a machine measure at the same time, as they will train at the same time.
+Every constant is measured on the kind of work it predicts: matmuls, fused attention, whole blocks of our model (a tiny
+one for launch overhead, a large one for memory traffic), collectives; on a GPU compiled training steps by kernel
+category, at the power limit of real training. Processes that share a machine measure at the same time.
 """
 
 import gc
@@ -32,7 +31,6 @@ from shardwise.files import require_parent_folder
 from shardwise.job import DecoderConfig, make_job
 from shardwise.models.chain import init_weights
 from shardwise.models.gpt import DecoderBlock, build_gpt
-from shardwise.models.loss import pad_vocab
 from shardwise.parallel.parallelize import ACTIVATION_MEMORY_BUDGET
 from shardwise.planner.costs.block_time import BlockTimeModel, KernelProfile, ParallelDegrees
 from shardwise.planner.costs.machine import Machine, efficiency_of
@@ -107,7 +105,7 @@ def _fit_efficiencies(cluster: Cluster, values: dict[str, float]) -> dict[str, f
         "matmul": min(1.0, values.get(dtype_name, 1.0) / device.peak_flops(dtype_name)),
         "attention": values["attention"] / device.peak_flops(dtype_name),
         "attention_backward": values["attention_backward"], "latency": values.get("latency", 1.0),
-        "kernel_launch": values["launch_seconds"] / KERNELS_PER_BLOCK, "unaligned_8": min(1.0, values["unaligned_8"]),
+        "kernel_launch": values["launch_seconds"] / KERNELS_PER_BLOCK,
         "compiled": values["compiled"], "bulk_memory": min(1.0, values["copy_bandwidth"] / device.bandwidth),
     }  # fmt: skip
     large_model = SETTINGS[kind]["large_model"]
@@ -153,8 +151,7 @@ def _measure_process(kind: str) -> dict[str, float]:
     dtype_names = ("float32", "bf16") if kind == "cuda" else ("float32",)
     values = {name: max(_matmul_rate(n, DTYPES[name], device) for n in sizes["matmul_sizes"]) for name in dtype_names}
     numbers = torch.empty(sizes["copy_bytes"] // 4, device=device)
-    widest, dtype = sizes["matmul_sizes"][-1], DTYPES[dtype_names[-1]]
-    values["unaligned_8"] = _unaligned_matmul_rate(widest, dtype, device) / values[dtype_names[-1]]
+    dtype = DTYPES[dtype_names[-1]]
     values["copy_bandwidth"] = 2 * sizes["copy_bytes"] / _seconds(lambda: numbers.clone(), device)
     forward, backward = _attention_rates(_decoder_config(sizes["large_model"]), dtype, device)
     values["attention"], values["attention_backward"] = forward, backward / forward
@@ -180,15 +177,6 @@ def _decoder_config(sizes: dict[str, Any]) -> DecoderConfig:
 def _matmul_rate(n: int, dtype: torch.dtype, device: torch.device) -> float:
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     return 2.0 * n**3 / _seconds(lambda: F.linear(a, b), device)
-
-
-def _unaligned_matmul_rate(n: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Returns the FLOP/s of a projection to an odd vocabulary size, over forward and backward."""
-    x, weight = torch.randn(n, n, device=device).to(dtype), torch.randn(n + 1, n, device=device).to(dtype)
-    weight = pad_vocab(weight)
-    gradient = x @ weight.t()
-    products = (lambda: x @ weight.t(), lambda: gradient @ weight, lambda: gradient.t() @ x)
-    return 6.0 * n * n * (n + 1) / sum(_seconds(product, device) for product in products)
 
 
 def _attention_rates(model: DecoderConfig, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
@@ -236,8 +224,7 @@ def _block_seconds(sizes: dict[str, int], dtype: torch.dtype, device: torch.devi
 
 def _seconds(fn: Callable[[], Any], device: torch.device) -> float:
     """Returns the seconds of a call. On a GPU the median of repeats that each queue several calls, which hides launch
-    latency. On a CPU the mean, because processes that share cores interrupt each other: what counts is how many calls
-    finish."""
+    latency. On a CPU the mean: processes that share cores interrupt each other."""
     timer = _timer(fn)
     if device.type == "cpu":
         return timer.blocked_autorange(min_run_time=MIN_SECONDS).mean
@@ -250,10 +237,7 @@ def _timer(fn: Callable[[], Any]) -> Timer:
 
 def _measure_links() -> dict[str, float]:
     """Measures collectives, point-to-point transfers, and a block's time on this rank while all other ranks wait.
-
-    Training uses all-gather and reduce-scatter equally often, so both are measured, over the whole world and over pairs
-    of ranks. The two group sizes give the start cost of a collective and its latency per hop; the largest message gives
-    the bandwidth."""
+    The world and pairs of ranks give a collective's start cost and latency per hop, the largest message bandwidth."""
     size, rank, device = dist.get_world_size(), dist.get_rank(), torch.device("cpu")
     small, large = SMALL_MESSAGE, LARGE_MESSAGE
     values = {}

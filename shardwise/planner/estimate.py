@@ -1,8 +1,5 @@
-"""Predicts step time and memory of a layout in closed form, fast enough for a search over many layouts.
-
-`predict` simulates the pipeline schedule. The search first asks for a lower bound of its time
-(`shardwise.schedules.closed_form`), and simulates only layouts that can be among the best.
-"""
+"""Predicts step time and memory of a layout in closed form, fast enough for a search over many layouts; only the
+pipeline schedules of those that can be among the best are simulated."""
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -10,9 +7,8 @@ from math import log2
 from typing import NamedTuple
 
 from shardwise.layout import AUTO_SCHEDULES, V_SHAPED, Layout
-from shardwise.planner.costs import memory_model
+from shardwise.planner.costs import cached_by, memory_model
 from shardwise.planner.costs.block_time import BlockTimeModel, KernelProfile, ModuleTime, ParallelDegrees
-from shardwise.planner.costs.cached import cached_by
 from shardwise.planner.costs.engine_memory import EngineModel
 from shardwise.planner.costs.machine import Machine
 from shardwise.planner.costs.memory_model import FrameworkProfile, MemoryInputs, RankMemory, StageLayers
@@ -90,6 +86,7 @@ class Estimator:
         self.gathers_per_block = 1  # FSDP gathers a block's weights in one collective
         self.reduced_gradient_bytes = framework_profile.gradient_bytes
         self.schedule_time: ScheduleTime = step_seconds
+        self.memory_limit = machine.device.memory  # largest predicted peak that counts as fitting
 
     def predict(self, layout: Layout) -> Prediction:
         pipeline = self.pipeline_time(layout, self.schedule_time)
@@ -120,15 +117,15 @@ class Estimator:
         return make_auto_schedule(
             layout, self.stage_costs(layout), count,
             lambda rank, peaks: engine.memory(layout, rank, count, self.framework_profile, peaks).total,
-            self.machine.device.memory,
+            self.memory_limit,
         )  # fmt: skip
 
     def peak_memory(self, layout: Layout) -> float:
         return max([self.memory(layout, rank).total for rank in self.stages(layout).representative_ranks])
 
     def fits(self, layout: Layout) -> bool:
-        limit = self.machine.device.memory
-        return all(self.memory(layout, rank).total <= limit for rank in self.stages(layout).representative_ranks)
+        limit, ranks = self.memory_limit, self.stages(layout).representative_ranks
+        return all(self.memory(layout, rank).total <= limit for rank in ranks)
 
     def predict_seconds(self, layout: Layout) -> float:
         return self.step_time(layout, self.pipeline_time(layout, self.schedule_time))
@@ -180,12 +177,9 @@ class Estimator:
         costs = StageCosts(*zip(*[stage_times[stage] for stage in stages]))
         return costs.as_executed() if layout.has_split_backward else costs
 
-    @cached_by(
-        lambda self, layout: (
-            self.parallel_degrees(layout), layout.recompute, layout.zero, layout.shard, layout.replicate,
-            layout.pipeline, layout.stage_count, layout.schedule in V_SHAPED, layout.stages, layout.world == 1,
-        )
-    )  # fmt: skip
+    @cached_by(lambda self, layout: (
+        self.parallel_degrees(layout), layout.recompute, layout.zero, layout.shard, layout.replicate, layout.pipeline,
+        layout.stage_count, layout.schedule in V_SHAPED, layout.stages, layout.world == 1))  # fmt: skip
     def per_step_times(self, layout: Layout) -> tuple[float, float]:
         """Returns exposed seconds per step of data-parallel communication and of the update, on the fullest rank."""
         block, inputs = self.block_time(layout), self.memory_inputs(layout)
@@ -240,9 +234,10 @@ class Estimator:
     def module_times(self, degrees: ParallelDegrees) -> tuple[ModuleTime, ModuleTime, ModuleTime]:
         """Returns the times of a block (dense and sparse blocks averaged), the embedding and the head."""
         model, share = self.time_model, self.shape.sparse_layers / self.shape.layers
-        dense = model.block(degrees, False) if share < 1 else ModuleTime()
-        sparse = model.block(degrees, True) if share else ModuleTime()
-        return dense.lerp(sparse, share), model.embedding(degrees), model.head(degrees)
+        parts = [(1.0 - share, model.block(degrees, False))] if share < 1 else []
+        parts += [(share, model.block(degrees, True))] if share else []
+        block = ModuleTime(*(sum(weight * part[n] for weight, part in parts) for n in range(len(ModuleTime._fields))))
+        return block, model.embedding(degrees), model.head(degrees)
 
     @cached_by(memory_inputs_key)
     def memory_inputs(self, layout: Layout) -> MemoryInputs:
@@ -270,16 +265,12 @@ class Estimator:
     def activation_bytes(self, layout: Layout, sparse: bool) -> tuple[float, float, float]:
         return memory_model.block_activation_bytes(self.shape, self.kernel_profile.itemsize, layout, sparse)
 
-    @cached_by(
-        lambda self, layout: (
-            self.parallel_degrees(layout), layout.recompute, layout.zero, layout.shard, layout.world == 1,
-        )
-    )  # fmt: skip
+    @cached_by(lambda self, layout: (self.parallel_degrees(layout), layout.recompute, layout.zero, layout.shard,
+                                     layout.world == 1))  # fmt: skip
     def block_time(self, layout: Layout) -> BlockTime:
         """Returns the time of a block, with recomputation and exposed communication."""
         inner, _, _ = self.module_times(self.parallel_degrees(layout))
-        recompute_fraction = 1.0 - layout.kept_fraction
-        backward_extra = inner.traffic
+        recompute_fraction, backward_extra = 1.0 - layout.kept_fraction, inner.traffic
         moved = self.framework_profile.cast_bytes
         if moved and not self.keeps_compute_copy(layout):
             weights = self.memory_inputs(layout)
@@ -310,8 +301,7 @@ class Estimator:
     def _weight_gather_time(self, layout: Layout) -> float:
         """Returns the seconds to all-gather a block's weights over the shard axis, or to reduce-scatter gradients."""
         stride, size = layout.tensor * layout.context, self.kernel_profile.itemsize
-        inputs = self.memory_inputs(layout)
-        block, experts = (size * w for w in (inputs.block_weights, inputs.expert_weights))
+        block, experts = size * (inputs := self.memory_inputs(layout)).block_weights, size * inputs.expert_weights
         gather = self.machine.all_gather(block, layout.shard, stride, block / self.gathers_per_block)
         return gather + self.machine.all_gather(experts, max(1, layout.shard // layout.expert), stride)
 
@@ -327,9 +317,8 @@ class Estimator:
 
     def stage_output_bytes(self, layout: Layout) -> float:
         """Returns the bytes of one micro-batch that one stage sends to the next."""
-        shape = self.shape
-        tokens = layout.micro_batch * shape.sequence / layout.context
-        return self.kernel_profile.itemsize * tokens * shape.width / layout.tensor
+        tokens = layout.micro_batch * self.shape.sequence / layout.context
+        return self.kernel_profile.itemsize * tokens * self.shape.width / layout.tensor
 
     def data(self, layout: Layout, dense_weights: float, experts: float, last_pass: float) -> float:
         """Returns the exposed seconds per step of reducing gradients and gathering updated weights."""

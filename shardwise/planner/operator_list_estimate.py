@@ -4,19 +4,17 @@ Estimator and search treat such a model as equal blocks of average cost. All are
 or sharded by ZeRO; T5 also over tensor and pipeline ranks. Its stages are assumed equal in time, since our engine
 balances them, and as large in memory as if all blocks were the largest.
 
-A DLRM's tables are in host memory, split over the data ranks. In each step every rank reads from its tables the rows
-that the global batch needs, copies them to the device and sends them to the samples' ranks by an all-to-all; gradients
-return the same way. None of this overlaps.
+A DLRM's tables are in host memory, split over the data ranks. Every rank reads the rows that the global batch needs,
+copies them to the device and sends them by an all-to-all; gradients return the same way. None of this overlaps.
 """
 
 from collections.abc import Sequence
-from dataclasses import astuple
 from statistics import fmean as mean
 
 from shardwise.layout import Layout
 from shardwise.models.operator_costs import OperatorCosts
+from shardwise.planner.costs import cached_by
 from shardwise.planner.costs.block_time import KernelProfile, ModuleTime, ParallelDegrees
-from shardwise.planner.costs.cached import cached_by
 from shardwise.planner.costs.machine import Machine
 from shardwise.planner.costs.memory_model import MemoryInputs
 from shardwise.planner.costs.model_shape import OperatorListModel
@@ -54,7 +52,7 @@ class OperatorListEstimator(Estimator):
     def module_times(self, degrees: ParallelDegrees) -> tuple[ModuleTime, ModuleTime, ModuleTime]:
         machine, profile, tensor = self.machine, self.kernel_profile, degrees.tensor
         parts = self._split_ends(degrees.micro_batch, tensor)
-        times = ([astuple(operators_time(machine, profile, module, tensor)) for module in part] for part in parts)
+        times = ([operators_time(machine, profile, module, tensor) for module in part] for part in parts)
         first, blocks, last = (ModuleTime(*map(mean, zip(*part))) for part in times)
         return blocks, first, last
 

@@ -5,9 +5,8 @@ context ranks; micro-batches of 1, 2, 4, ... up to 32 samples, more if samples a
 shard (ZeRO 1, 2, 3) over all of them or within one domain; every schedule with up to 8 stages per rank; no, selective
 or full recomputation.
 
-Lower bounds of the step time prune it: the compute of a class (all layouts with the same degrees and micro-batch size),
-the time of a layout's slowest rank, a bound of its schedule. The rest is simulated, so the result equals that of
-simulating everything.
+Lower bounds of the step time prune it: of a class (the same degrees and micro-batch size), of the slowest rank, of the
+schedule. The rest is simulated, so the result equals that of simulating everything.
 """
 
 import time
@@ -55,7 +54,7 @@ def search(estimator: Estimator, devices: int, keep: int = 10) -> SearchResult:
 
 def _fastest_layouts(estimator: Estimator, classes: TimedLayouts, keep: int) -> tuple[TimedLayouts, int]:
     """Returns the fastest layouts that fit, with their step times, and how many layouts it examined."""
-    limit, evaluated = estimator.machine.device.memory, 0
+    limit, evaluated = estimator.memory_limit, 0
     optimizer_bytes = estimator.framework_profile.optimizer_bytes
     jitter = estimator.jitter(classes[0][1].world)
     fastest: TimedLayouts = []

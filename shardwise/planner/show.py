@@ -1,29 +1,32 @@
 """Prints a plan to a terminal."""
 
+from collections.abc import Iterator
+from itertools import groupby
+
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.cluster import GIB
+from shardwise.cluster import GIB, changed
 from shardwise.console import format_count
 from shardwise.planner.costs.memory_model import RankMemory
 from shardwise.planner.costs.model_shape import OperatorListModel
 from shardwise.planner.estimate import Prediction
-from shardwise.planner.plan import ACCURACY_SENTENCE, Plan
+from shardwise.planner.plan import ACCURACY_SENTENCE, Plan, make_estimator
 
 MEMORY_PARTS = RankMemory._fields
 
 
-def show_plan(plan: Plan, console: Console) -> None:
+def show_plan(plan: Plan, console: Console, price: float | None = None) -> None:
     console.print(title(plan), highlight=False, soft_wrap=True)
     console.print(layouts_table(plan))
     for number, (prediction, why) in enumerate(zip(plan.layouts, plan.reasons, strict=True), start=1):
         console.print(f"{number:3d}  {prediction.layout}{f' ({why})' if why else ''}", highlight=False)
         console.print(f"     exposed: {format_exposed(prediction) or 'nothing'}", highlight=False)
-    if not plan.fits(plan.best):
-        verdict = "It does not fit" if plan.evaluated == 1 else "No layout fits; this one needs the least memory"
-        console.print(f"{verdict}: {plan.best.peak_memory / GIB:.0f} GiB of {plan.cluster.device.memory / GIB:.0f}.")
     console.print(memory_table(plan.best))
-    lines = [training_summary(plan), *(f"  {line}" for line in plan.near_misses), ACCURACY_SENTENCE]
+    verdict = "It does not fit" if plan.evaluated == 1 else "No layout fits; this one needs the least memory"
+    verdict = "Peak memory" if plan.fits(plan.best) else verdict
+    lines = [f"{verdict}: {plan.memory_verdict(plan.best)}", training_summary(plan), *cost_lines(plan, price)]
+    lines += [*(f"  {line}" for line in plan.near_misses), ACCURACY_SENTENCE]
     if plan.evaluated > 1:
         lines.append(f"{plan.evaluated} layouts evaluated in {plan.seconds:.2f} s.")
     for line in lines:
@@ -71,13 +74,10 @@ def memory_table(prediction: Prediction) -> Table:
     table = Table(title=f"memory of '{prediction.layout}' in GiB, by pipeline rank")
     for column in ("rank", *MEMORY_PARTS, "total"):
         table.add_column(column, justify="right")
-    runs: list[tuple[int, int, RankMemory]] = []
-    for rank, memory in enumerate(prediction.memory):
-        if runs and abs(runs[-1][2].total - memory.total) < 0.05 * GIB:
-            runs[-1] = runs[-1][0], rank, runs[-1][2]
-        else:
-            runs.append((rank, rank, memory))
-    for first, last, memory in [*runs[:6], *runs[-6:]] if len(runs) > 12 else runs:
+    ranks = groupby(enumerate(prediction.memory), key=lambda pair: round(pair[1].total / GIB, 1))
+    runs = [list(run) for _, run in ranks]
+    for run in [*runs[:6], *runs[-6:]] if len(runs) > 12 else runs:
+        (first, memory), (last, _) = run[0], run[-1]
         name = str(first) if first == last else f"{first}-{last}"
         table.add_row(name, *(f"{size / GIB:.1f}" for size in (*memory, memory.total)))
     return table
@@ -90,3 +90,28 @@ def training_summary(plan: Plan) -> str:
     line = f"{job.total_steps} steps, {count} {job.model.throughput_unit}: {time}"
     unless = "" if plan.fits(plan.best) else ", if it did fit"
     return f"{line}, {format_count(hours * plan.devices)} device-hours{unless}."
+
+
+def bottlenecks(plan: Plan) -> Iterator[tuple[str, float]]:
+    """Yields kinds of hardware with how much faster the best layout's step is with twice of each, the largest first."""
+    cluster, device = plan.cluster, plan.cluster.device
+    kinds = {
+        "matmul FLOP/s": ("flops", device.peak_flops("bf16")), "memory bandwidth": ("bandwidth", device.bandwidth),
+        "bandwidth within a node": ("inner", cluster.inner.bandwidth),
+        "bandwidth between nodes": ("outer", cluster.outer.bandwidth),
+    }  # fmt: skip
+    doubled = {name: changed(cluster, key, 2 * value) for name, (key, value) in kinds.items()}
+    seconds = {name: make_estimator(plan.job, c).predict_seconds(plan.best.layout) for name, c in doubled.items()}
+    yield from ((name, 1.0 - seconds[name] / plan.best.seconds) for name in sorted(seconds, key=seconds.__getitem__))
+
+
+def cost_lines(plan: Plan, price: float | None) -> Iterator[str]:
+    """Yields what the run costs and what would make it faster. `price`: of a device for an hour."""
+    hours, power = plan.training_seconds / 3600 * plan.devices, plan.cluster.device.power
+    if price is not None:
+        yield f"Cost at {price:g} for an hour of a device: {hours * price:,.2f}."
+    if power:
+        yield f"Energy at the devices' rated {power:.0f} W, without hosts and cooling: {format_count(hours * power)}Wh."
+    (name, gain), *others = bottlenecks(plan)
+    rest = "; ".join(f"{other} {100 * share:.0f}%" for other, share in others if share >= 0.01)
+    yield f"Bottleneck: {name}. Twice of it would save {100 * gain:.0f}% of the step{f' ({rest})' if rest else ''}."

@@ -1,9 +1,6 @@
-"""Predicted seconds of a decoder's embedding, blocks and head on one rank of our engine.
+"""Predicted seconds of a decoder's embedding, blocks and head on one rank of our engine, for one micro-batch."""
 
-A module's time depends on the micro-batch size, on the degrees that split it and on the device, not on the pipeline.
-"""
-
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from math import ceil
 from typing import NamedTuple
 
@@ -37,8 +34,7 @@ class ParallelDegrees(NamedTuple):
     expert_tensor: int = 1  # tensor ranks that split each expert; the other tensor ranks process other tokens
 
 
-@dataclass(frozen=True)
-class ModuleTime:
+class ModuleTime(NamedTuple):
     """Seconds of one micro-batch through one module on one rank."""
 
     forward: float = 0.0
@@ -59,11 +55,6 @@ class ModuleTime:
     def total(self) -> float:
         """Forward and backward with their communication."""
         return self.forward + self.backward + 2 * self.traffic
-
-    def lerp(self, other: "ModuleTime", share: float) -> "ModuleTime":
-        """Linear interpolation: `self` for `share` 0, `other` for 1."""
-        pairs = zip(astuple(self), astuple(other), strict=True)
-        return ModuleTime(*((1.0 - share) * a + share * b for a, b in pairs))
 
 
 class BlockTimeModel:

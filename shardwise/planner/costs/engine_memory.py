@@ -1,10 +1,8 @@
 """Predicts each rank's peak memory in our engine from the exact stages and parameters of a layout.
 
-Parameters come from the model on the meta device and stages from the same `cut_stages` as in training. The formulas for
-activations and temporary buffers were derived from dry runs; `tests/test_dryrun.py` compares the results with dry runs.
-
-A rank's peak is the largest of a few candidates: a block's backward (with recomputation), the loss, the embedding's
-gradient and the optimizer update, each at every peak of the schedule (`shardwise.schedules.closed_form`).
+Parameters come from the model on the meta device, stages from training's `cut_stages`, formulas for activations and
+buffers from dry runs, with which `tests/test_dryrun.py` compares. A rank's peak is the largest of a few candidates: a
+block's backward, the loss, the embedding's gradient and the update, at every peak of the schedule.
 
 In formulas, `k` is the `BlockSizes`, `s` the bytes per element of the compute dtype, `w` those of the master dtype.
 """
@@ -19,7 +17,7 @@ from shardwise.models.loss import loss_chunk_size
 from shardwise.parallel.data_parallel import BUCKET_BYTES
 from shardwise.parallel.prepare import cut_stages, forward_flops, meta_model
 from shardwise.parallel.tensor import splits_evenly
-from shardwise.planner.costs.cached import cached_by
+from shardwise.planner.costs import cached_by
 from shardwise.planner.costs.memory_model import FrameworkProfile, RankMemory, StageLayers
 from shardwise.schedules.closed_form import InFlightCounts, schedule_peak_in_flight
 

@@ -1,8 +1,7 @@
 """Seconds of one operator or collective on one device of a cluster, from data-sheet peaks and fitted efficiencies.
 
-How much of a device's peaks real kernels and links reach is a few constants, global or per device family.
-`tools/fit_planner.py` fits them to published runs and writes `shardwise/planner/constants.toml`; it never fits one per
-run, model or source. `docs/explanation/planner.md` states the resulting error.
+How much of a device's peaks kernels and links reach is a few constants, global or per device family, which
+`tools/fit_planner.py` fits to published runs; `docs/explanation/planner.md` states the resulting error.
 """
 
 import tomllib
@@ -50,7 +49,6 @@ class Efficiency:
     fixed_seconds: float  # seconds added to every step
 
     # Not fitted; `calibrate` measures them.
-    unaligned_8: float = 0.3  # relative rate of matmuls with k or n not a multiple of 8
     bulk_memory: float = 0.0  # of the memory bandwidth, in one large operator such as the update; 0: as `memory`
     compiled: float = 0.0  # 1 if blocks were compiled and steps captured as CUDA graphs when the rest was measured
     uncontended_speedup: float = 1.0  # how much faster a rank runs while others wait, if processes share cores
@@ -58,12 +56,13 @@ class Efficiency:
 
 POSITIVE = (
     "matmul", "low_precision_matmul", "attention", "attention_backward", "memory", "inner", "outer", "unaligned_64",
-    "unaligned_8", "grouped_matmul", "all_to_all", "overlap_sharpness", "uncontended_speedup",
+    "grouped_matmul", "all_to_all", "overlap_sharpness", "uncontended_speedup",
 )  # fmt: skip
 
 
 def efficiency_of(family: str, measured: dict[str, float]) -> Efficiency:
     """Returns a family's fitted constants, overridden by what `calibrate` measured."""
+    measured = {name: value for name, value in measured.items() if name != "unaligned_8"}  # of older files
     for name, value in measured.items():
         low, high = 0.01 if name in POSITIVE else 0.0, 1.0 if name.startswith(("overlap_", "wave_")) else 1e6
         high = 100.0 if name == "overlap_sharpness" else high
@@ -94,9 +93,7 @@ class Machine:
         rate = e.low_precision_matmul if narrow else e.matmul
         rate = rate * k / (k + e.matmul_half_rate_depth * (2 if narrow else 1))
         rate *= max(self.tile_utilization(m, n, groups, *tile) for tile in TILES)
-        if k % 8 or n % 8:
-            rate *= e.unaligned_8
-        elif k % 64 or n % 64:
+        if k % 64 or n % 64:
             rate *= e.unaligned_64
         if groups > 1:
             rate *= e.grouped_matmul
@@ -130,10 +127,8 @@ class Machine:
         return forward, 2.5 * forward / self.efficiency.attention_backward
 
     def bottleneck_time(self, device_seconds: float, host_seconds: float) -> float:
-        """Seconds of a pass limited by the device or by kernel launches on the host.
-
-        A p-norm of both: close to the larger one, and longer than it where they are similar, since each then waits for
-        the other part of the time."""
+        """Seconds of a pass limited by the device or by kernel launches on the host: a p-norm, close to the larger one,
+        and longer where they are similar, since each then waits for the other part of the time."""
         if not host_seconds:
             return device_seconds
         power = self.efficiency.overlap_sharpness
@@ -181,6 +176,5 @@ class Machine:
     def p2p(self, size: float, stride: int) -> float:
         """Seconds to send `size` bytes to a rank `stride` devices away."""
         c, e = self.cluster, self.efficiency
-        if stride < c.domain_size:
-            return size / (c.inner.bandwidth * e.inner) + c.inner.latency
-        return size / (c.outer.bandwidth * e.outer) + c.outer.latency
+        link, share = (c.inner, e.inner) if stride < c.domain_size else (c.outer, e.outer)
+        return size / (link.bandwidth * share) + link.latency

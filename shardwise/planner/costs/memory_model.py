@@ -1,8 +1,6 @@
 """Peak memory of one rank by category, in closed form.
 
-For each pipeline rank: weights and gradients under its ZeRO stage, optimizer state, saved activations of every
-micro-batch in flight, logits, communication buffers, and a reserve for fragmentation, the driver and NCCL. Dense
-decoders on our engine use the exact model in `shardwise.planner.costs.engine_memory` instead.
+Dense decoders on our engine use the exact model in `shardwise.planner.costs.engine_memory` instead.
 """
 
 from dataclasses import dataclass
@@ -21,6 +19,7 @@ class FrameworkProfile:
     sharded_weight_bytes: float = 4.0  # of weights that ZeRO 3 shards
     compute_copy_bytes: float = 2.0  # of the low-precision weights kept for the backward of each micro-batch in flight
     gradient_bytes: float = 4.0
+    persistent_gradients: bool = False  # whether they are allocated once, not as the backward frees activations
     optimizer_bytes: float = 8.0
     offloaded_bytes: float = 0.0  # of optimizer state in host memory, which an update copies to the device and back
     logits: float = 12.0  # bytes per logit at the loss
@@ -149,7 +148,7 @@ def rank_memory(
     extra = max(inputs.recomputed_per_block, inputs.logits) if stage.last else inputs.recomputed_per_block
     activations = in_flight * stage.blocks * inputs.saved_per_block + extra + 4 * inputs.hidden_bytes
     optimizer = profile.optimizer_bytes * own_weights
-    if layout.pipeline == 1 and micro_batches == 1:
+    if layout.pipeline == 1 and micro_batches == 1 and not profile.persistent_gradients:
         gradients = max(0.0, gradients - activations)  # gradients are allocated as activations are freed
     subtotal = weights + gradients + optimizer + activations + buffers
     reserve = profile.fragmentation * subtotal + profile.fixed_bytes

@@ -1,16 +1,14 @@
 """Measures the memory and communication of one rank of any world size, without that world.
 
-A process acts as one rank, with a fake process group and fake tensors. It runs one step through the same `parallelize`
-and `step` as training while a `MemoryCommTracker` records every storage and every collective.
+A process acts as one rank, with a fake process group and fake tensors, and runs one step as in training while a
+`MemoryCommTracker` records every storage and every collective.
 
 Once the pipeline is full, every period (forward and backward of one micro-batch, or of one round of them) allocates and
 sends the same as the previous one. So a dry run stops shortly after and extrapolates: each remaining period adds one
-period's traffic and whatever memory a period leaves behind, plus the memory that each micro-batch needs for the whole
-step (samples, PyTorch's receive buffers). This is exact: tests compare it with runs over all micro-batches.
+period's traffic and memory, plus what each micro-batch needs for the whole step. Tests compare with full runs.
 
-Tensors are those of PyTorch's eager kernels, but RMSNorm, fused only on GPU, counts as fused (`FusedRMSNorm`). The step
-is the first one, with optimizer state initialized beforehand. Later steps are the same, except that DDP (`replicate`
-alone) rebuilds its buckets: the number of calls may differ slightly, the bytes do not.
+Tensors are those of PyTorch's eager kernels, but RMSNorm counts as fused, as on a GPU. The step is the first one, with
+optimizer state. In later ones DDP (`replicate` alone) rebuilds its buckets: the number of calls may differ slightly.
 """
 
 import dataclasses
@@ -24,7 +22,9 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,11 +34,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.cluster import CLUSTERS
-from shardwise.console import pluralize
+from shardwise.console import align_columns, format_ranks, pluralize
 from shardwise.data.make_sources import synthetic_source
 from shardwise.data.sample_stream import Samples, job_stream
 from shardwise.errors import JobError, LayoutError, RunError
-from shardwise.job import BatchConfig, Job
+from shardwise.job import BatchConfig, Job, load_job
 from shardwise.layout import AUTO_SCHEDULES, V_SHAPED, Layout, solve_batch
 from shardwise.models import loss
 from shardwise.parallel.engine import Engine
@@ -47,6 +47,8 @@ from shardwise.parallel.prepare import prepare
 from shardwise.planner.dryrun.memory_comm_tracker import ROLES, MemoryCommTracker, axis_by_group, by_axis
 from shardwise.planner.plan import auto_schedule_order
 from shardwise.step import step
+
+MAX_DRYRUN_WORLD = 2**16  # PyTorch lists every rank of every group
 
 
 @dataclass(frozen=True)
@@ -102,8 +104,7 @@ def dry_run(job: Job, layout: Layout, ranks: Sequence[int] | None = None) -> lis
 
 
 def typical_ranks(layout: Layout, all_stages: bool = False) -> list[int]:
-    """Returns one rank for the first, second, middle and last position on the pipeline axis, or for every position: the
-    one with index 0 on every other axis, which has the largest shards."""
+    """Returns the rank with index 0 on all other axes for the first, second, middle and last (or every) stage."""
     pipeline = layout.pipeline
     pipeline_ranks = set(range(pipeline)) if all_stages else {0, min(1, pipeline - 1), pipeline // 2, pipeline - 1}
     return [pipeline_rank * (layout.world // pipeline) for pipeline_rank in sorted(pipeline_ranks)]
@@ -343,3 +344,58 @@ def _track_engine(engine: Engine, tracker: MemoryCommTracker) -> list[int]:
 def _mark_gradients(engine: Engine, tracker: MemoryCommTracker) -> None:
     tensors = [tensor for pair in engine.data.param_pairs for tensor in (pair[0], pair[1].tensor)]
     tracker.mark((tensor.grad for tensor in tensors if tensor.grad is not None), "gradients")
+
+
+def dryrun_job(
+    job_file: Path | None, settings: list[str], layout: str | None, ranks: list[int], every_stage: bool
+) -> list[RankReport]:
+    """Dry-runs the given ranks, plus one rank per pipeline stage with `every_stage`; by default `typical_ranks`."""
+    job = load_job(job_file, settings)
+    layout_text = layout or job.layout
+    if layout_text == "auto":
+        raise JobError('layout = "auto": a dry run needs a fixed layout, e.g. --layout "pipeline=2 tensor=4".')
+    parsed = Layout.parse(layout_text)
+    if parsed.world > MAX_DRYRUN_WORLD:
+        raise LayoutError(f"layout '{parsed}': a dry run simulates at most {MAX_DRYRUN_WORLD:,} processes.")
+    rank_list = sorted({*ranks, *(typical_ranks(parsed, every_stage) if every_stage or not ranks else ())})
+    return dry_run(job, parsed, rank_list)
+
+
+def describe_reports(reports: Sequence[RankReport]) -> str:
+    """Formats two tables: peak memory with one row per rank, communication with one column per rank."""
+    layout, micro_batches = Layout.parse(reports[0].layout), pluralize(reports[0].micro_batches, "micro-batch")
+    lines = [f"Layout '{layout}': {pluralize(layout.world, 'process')}, {micro_batches} per step.", ""]
+    rows = [["rank", "stage", "modules", *ROLES, "total", "peak in"]]
+    for report in reports:
+        kinds = [name.rstrip("0123456789") for stage in report.modules for name in stage]
+        groups = [(kind, len(list(group))) for kind, group in groupby(kinds)]
+        contents = ", ".join(pluralize(count, "layer") if kind == "block" else kind for kind, count in groups)
+        sizes = [_format_gib(size) for size in (*(report.memory[role] for role in ROLES), report.total)]
+        rows.append([str(report.rank), " ".join(map(str, report.stages)), contents, *sizes, report.peak_phase])
+    lines += ["Peak memory per rank, GiB", *align_columns(rows, left=(1, 2, len(ROLES) + 4))]
+    lines += ["copies: weights in the compute dtype. buffers: communication buffers, samples, everything else.", ""]
+    return "\n".join([*lines, "Communication per rank and step", *align_columns(_traffic_rows(reports), left=(0, 1))])
+
+
+def _traffic_rows(reports: Sequence[RankReport]) -> list[list[str]]:
+    """Formats the communication table; ranks with equal traffic share a column."""
+    columns: dict[tuple[CollectiveTraffic, ...], list[int]] = {}
+    for report in reports:
+        columns.setdefault(report.traffic, []).append(report.rank)
+    names = [f"{len(r)} ranks, {r[0]}-{r[-1]}" if len(r) > 3 else format_ranks(r) for r in columns.values()]
+    rows = [
+        ["", "", *(text for name in names for text in ("", name))],
+        ["axis", "collective", *(["calls", "GiB"] * len(columns))],
+    ]
+    by_kind = [{(entry.axis, entry.kind): entry for entry in traffic} for traffic in columns]
+    for kind in sorted({kind for entries in by_kind for kind in entries}, key=by_axis):
+        cells = []
+        for entries in by_kind:
+            entry = entries.get(kind)
+            cells += ["-", "-"] if entry is None else [f"{entry.count:,}", _format_gib(entry.bytes)]
+        rows.append([*kind, *cells])
+    return rows
+
+
+def _format_gib(size: int) -> str:
+    return f"{size / 2**30:.2f}" if size >= 2**30 // 100 or not size else "<0.01"

@@ -1,7 +1,7 @@
 """Records the memory and collectives of one process while PyTorch runs, on real or fake tensors.
 
-Every storage is recorded when it is allocated, resized and freed, so that the peak can be found afterwards. The role of
-a storage is often known only later (a matmul result becomes a gradient); it then applies retroactively:
+The role of a storage is often known only after its allocation (a matmul result becomes a gradient) and then applies
+retroactively:
 
     weights      parameters, sharded or gathered
     copies       weights that modules compute with, if different (cast, or some rows)
@@ -37,10 +37,8 @@ from shardwise.layout import AXES
 from shardwise.parallel.mesh import Mesh
 
 ROLES = ("weights", "copies", "gradients", "optimizer", "activations", "buffers")
-AXIS_NAMES = (
-    *AXES, "shard x context", "replicate x context", "expert", "expert_replicas", "data", "tied_weights", "world",
-    "other",
-)  # fmt: skip
+AXIS_NAMES = (*AXES, "shard x context", "replicate x context", "expert", "expert_replicas", "data", "tied_weights",
+              "world", "other")  # fmt: skip
 
 
 @dataclass(slots=True, eq=False)
