@@ -22,7 +22,7 @@ from shardwise.planner.costs.machine import Machine, efficiency_of
 from shardwise.planner.costs.memory_model import FrameworkProfile
 from shardwise.planner.costs.model_shape import shape_of
 from shardwise.planner.estimate import Estimator, split_evenly
-from shardwise.planner.plan import HIGHEST, make_plan, out_of_memory_risk, plan_job
+from shardwise.planner.plan import HIGHEST, make_estimator, make_plan, out_of_memory_risk, plan_job
 from shardwise.planner.search import class_layouts, class_lower_bound, layout_classes, search
 
 SHAPES = [
@@ -184,3 +184,15 @@ def test_what_if_the_link_between_nodes_were_slower(tmp_path: Path) -> None:
     for setting in ("cluster.outre=3", "cluster.outer=-3", "cluster.outer=fast"):
         with pytest.raises(JobError, match=re.escape(setting)):
             plan_job(job, [setting], "h100", 16, layout)
+
+
+def test_frozen_weights_in_few_bits_take_less_memory() -> None:
+    sizes = {}
+    for kind in ("", "int8", "nf4"):
+        job = make_job({"precision": "bf16", "model": {"name": "llama3-8b", "lora": {"rank": 16, "quantize": kind}},
+                        "batch": {"samples": 1}})  # fmt: skip
+        estimator = make_estimator(job, find_cluster("h100"))
+        sizes[kind] = estimator.predict(Layout.parse("recompute=full")).memory[0].weights / 2**30
+    linear = (8.03e9 - 2 * 128256 * 4096) / 2**30  # without embedding and head
+    assert sizes[""] - sizes["int8"] == pytest.approx(linear * (2 - 1.0625), rel=0.02)
+    assert sizes[""] - sizes["nf4"] == pytest.approx(linear * (2 - 0.5625), rel=0.02)

@@ -85,6 +85,9 @@ def split_step(weights: str) -> tuple[Path, str]:
     return Path(path if is_step else weights).expanduser(), step if is_step else ""
 
 
+CODE_BYTES = {"int8": 1 + 4 / 64, "nf4": 0.5 + 4 / 64}  # of a weight, with its share of a block's scale
+
+
 class LoRA(ConfigSection):
     """Trains low-rank adapters beside the linear layers instead of the model's weights (`model.lora`)."""
 

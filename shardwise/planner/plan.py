@@ -13,6 +13,7 @@ from shardwise.console import pluralize
 from shardwise.errors import LayoutError
 from shardwise.job import Job, load_job
 from shardwise.layout import Layout, solve_batch
+from shardwise.models.config import CODE_BYTES
 from shardwise.optim.offload import BUFFERS, PART
 from shardwise.parallel.prepare import meta_model, prepare
 from shardwise.parallel.torch_pipelining import PipelineOrder
@@ -181,9 +182,13 @@ def _search_runnable(job: Job, estimator: Estimator, devices: int) -> SearchResu
 
 def make_estimator(job: Job, cluster: Cluster) -> Estimator:
     trained = 1.0  # fraction of the weights; others are frozen beside adapters, or by the user
+    quantized = 0.0  # fraction of the weights; of these, all are frozen
     if job.model.lora is not None or job.model.passes_batch:
-        weights = list(meta_model(job.model, job.seed).parameters())
-        trained = sum(w.numel() for w in weights if w.requires_grad) / sum(w.numel() for w in weights)
+        model = meta_model(job.model, job.seed)
+        sizes = {name: (weight.numel(), weight.requires_grad) for name, weight in model.named_parameters()}
+        total = sum(size for size, _ in sizes.values())
+        trained = sum(size for size, is_trained in sizes.values() if is_trained) / total
+        quantized = sum(sizes[name][0] for name in model.sharding_plan.quantized) / total
     machine = Machine(cluster, efficiency_of(cluster.device.family, cluster.measured), trained)
     # On a CPU no loss is fused: separate operators for upcast, log-softmax and gather.
     kernel_profile = KernelProfile(job.precision, *([53.0] if cluster.device.family == "cpu" else []))
@@ -193,6 +198,9 @@ def make_estimator(job: Job, cluster: Cluster) -> Estimator:
     is_exact = shape.has_exact_cost_model and job.model.lora is None
     engine = EngineModel(job.require_decoder(), job.precision, compiled) if is_exact else None
     framework_profile = engine_profile(job.precision, job.optimizer, trained)
+    if job.model.lora is not None and quantized:
+        saved = quantized * (kernel_profile.itemsize - CODE_BYTES[job.model.lora.quantize])
+        framework_profile = replace(framework_profile, weight_bytes=framework_profile.weight_bytes - saved)
     if cluster.device.family == "cpu":
         framework_profile = replace(framework_profile, fixed_bytes=CPU_PROCESS_BYTES)
     elif job.optimizer.offload:

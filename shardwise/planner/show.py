@@ -52,16 +52,21 @@ def title(plan: Plan) -> str:
 
 def layouts_table(plan: Plan) -> Table:
     table = Table(title="layouts, best first")
-    throughput = f"{plan.job.model.throughput_unit}/s/device"
+    throughput = f"{plan.job.model.throughput_unit}/s per device"
     for column in ("#", "step s", throughput, "model TFLOP/s", "hardware TFLOP/s", "of peak", "GiB", "bubble"):
         table.add_column(column, justify="right", overflow="fold")
     for number, p in enumerate(plan.layouts, start=1):
         table.add_row(
-            str(number), f"{p.seconds:.3g}", f"{plan.tokens_per_second(p):.4g}", f"{plan.flops(p) / 1e12:.3g}",
+            str(number), _digits(p.seconds), _digits(plan.tokens_per_second(p)), f"{plan.flops(p) / 1e12:.3g}",
             f"{plan.hardware_flops(p) / 1e12:.3g}", f"{100 * plan.mfu(p):.0f}%", f"{p.peak_memory / GIB:.1f}",
             f"{100 * p.bubble:.1f}%",
         )  # fmt: skip
     return table
+
+
+def _digits(number: float) -> str:
+    """Returns `0.123`, `4.56` or `18,440`."""
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
 
 
 def format_exposed(prediction: Prediction) -> str:
@@ -71,9 +76,9 @@ def format_exposed(prediction: Prediction) -> str:
 
 def memory_table(prediction: Prediction) -> Table:
     """Returns a table with one row per pipeline rank; consecutive equal ranks share a row."""
-    table = Table(title=f"memory of '{prediction.layout}' in GiB, by pipeline rank")
+    table = Table(title=f"memory of '{prediction.layout}' in GiB, by pipeline rank", collapse_padding=True)
     for column in ("rank", *MEMORY_PARTS, "total"):
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", overflow="fold")
     ranks = groupby(enumerate(prediction.memory), key=lambda pair: round(pair[1].total / GIB, 1))
     runs = [list(run) for _, run in ranks]
     for run in [*runs[:6], *runs[-6:]] if len(runs) > 12 else runs:
@@ -87,7 +92,7 @@ def training_summary(plan: Plan) -> str:
     seconds, hours, job = plan.training_seconds, plan.training_seconds / 3600, plan.job
     count = format_count(job.total_steps * job.samples * job.model.sequence_length)
     time = f"{hours / 24:.1f} days" if hours > 48 else f"{hours:.1f} hours" if hours > 1 else f"{seconds:.0f} s"
-    line = f"{job.total_steps} steps, {count} {job.model.throughput_unit}: {time}"
+    line = f"{job.total_steps:,} steps, {count} {job.model.throughput_unit}: {time}"
     unless = "" if plan.fits(plan.best) else ", if it did fit"
     return f"{line}, {format_count(hours * plan.devices)} device-hours{unless}."
 
@@ -111,7 +116,7 @@ def cost_lines(plan: Plan, price: float | None) -> Iterator[str]:
     if price is not None:
         yield f"Cost at {price:g} for an hour of a device: {hours * price:,.2f}."
     if power:
-        yield f"Energy at the devices' rated {power:.0f} W, without hosts and cooling: {format_count(hours * power)}Wh."
+        yield f"Energy at the devices' rated {power:.0f} W, without hosts and cooling: {hours * power / 1000:,.0f} kWh."
     (name, gain), *others = bottlenecks(plan)
     rest = "; ".join(f"{other} {100 * share:.0f}%" for other, share in others if share >= 0.01)
     yield f"Bottleneck: {name}. Twice of it would save {100 * gain:.0f}% of the step{f' ({rest})' if rest else ''}."
