@@ -4,7 +4,6 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -239,10 +238,6 @@ ParameterScope = Annotated[
 ]
 
 
-def _print(values: Any, lines: Iterable[str], as_json: bool) -> None:
-    print_line(json.dumps(values) if as_json else "\n".join(lines))
-
-
 @laws.command("design")
 def laws_design(
     budget: Annotated[str, Option(metavar="LOW:HIGH", help="Smallest and largest compute budget, in FLOPs; required.")],
@@ -256,7 +251,7 @@ def laws_design(
     from shardwise.laws.budget import design_grid, design_lines, parse_budget, write_grid
 
     rows = write_grid(design_grid(*parse_budget(budget), budgets, sizes, spread, overrides or [], counts, out))
-    _print(rows, design_lines(rows, out), as_json)
+    print_line(json.dumps(rows) if as_json else "\n".join(design_lines(rows, out)))
 
 
 @laws.command("fit")
@@ -271,12 +266,12 @@ def laws_fit(
 ) -> None:
     """Fits L(N, D) = E + A / N^alpha + B / D^beta to runs, with confidence intervals, residuals and outliers."""
     from shardwise.files import write_text
-    from shardwise.laws.fit import fit_as_dict, fit_lines, fit_scaling_law, read_runs
+    from shardwise.laws.fit import fit_as_dict, fit_scaling_law, fit_text, read_runs
 
     values = fit_as_dict(fit_scaling_law(read_runs(runs, counts), drop, draws, seed))
     if out is not None:
         write_text(out, json.dumps(values) + "\n")
-    _print(values, fit_lines(values), as_json)
+    print_line(json.dumps(values) if as_json else fit_text(values))
 
 
 @laws.command("recommend")
@@ -290,10 +285,10 @@ def laws_recommend(
 ) -> None:  # fmt: skip
     """Recommends model size and tokens for a compute budget, and predicts its loss and that of other sizes."""
     from shardwise.files import malformed_as_data_error
-    from shardwise.laws.budget import recommend_lines, recommend_with_plan
+    from shardwise.laws.budget import recommend_text, recommend_with_plan
     from shardwise.laws.fit import published_law, read_fitted_law
 
     fitted_law = published_law() if law is None else read_fitted_law(law)
     with malformed_as_data_error(law or Path("the built-in law")):
         result = recommend_with_plan(fitted_law, flops, days, devices, cluster, overrides or [])
-        _print(result, recommend_lines(result, fitted_law.law.E), as_json)
+        print_line(json.dumps(result) if as_json else recommend_text(result, fitted_law.law.E))

@@ -20,7 +20,7 @@ from pathlib import Path
 from shardwise.errors import DataError
 from shardwise.files import write_text
 from shardwise.laws.budget import design_grid, prediction_interval, write_grid
-from shardwise.laws.fit import fit_as_dict, fit_lines, fit_scaling_law, parse_fitted_law, read_runs
+from shardwise.laws.fit import fit_as_dict, fit_scaling_law, fit_text, parse_fitted_law, read_runs
 
 GRID = {"low": 5e10, "high": 3e11, "budgets": 3, "sizes": 4, "spread": 2.0}
 LARGEST = 9e11
@@ -69,7 +69,7 @@ def main() -> None:
     fit = fit_scaling_law(read_runs(run_folders))
     values = fit_as_dict(fit)
     write_text(folder / "law.json", json.dumps(values) + "\n")
-    print("\n".join(fit_lines(values)))
+    print(fit_text(values))
     if options.plot:
         sys.path.append(str(TOOLS))
         from plot_law import draw_fit

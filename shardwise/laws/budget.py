@@ -30,7 +30,7 @@ from shardwise.console import format_count, pluralize
 from shardwise.errors import JobError
 from shardwise.files import write_text
 from shardwise.job import BatchConfig, Job, load_job, make_job
-from shardwise.laws.fit import MAX_FLOPS, PARAMETER_SCOPES, FittedLaw, ScalingLaw, count_parameters, interval
+from shardwise.laws.fit import MAX_FLOPS, PARAMETER_SCOPES, FittedLaw, ScalingLaw, count_parameters, fill_in, interval
 from shardwise.models.gpt_family import DecoderConfig
 from shardwise.planner.costs.model_shape import shape_of
 from shardwise.planner.plan import make_plan
@@ -308,32 +308,7 @@ def recommended_job(result: dict[str, Any], devices: int, settings: Sequence[str
     return job_for_budget(template, model, result["flops"], result["tokens"], devices)
 
 
-def recommend_lines(result: dict[str, Any], irreducible_loss: float) -> Iterator[str]:
-    """Yields the text of `shardwise laws recommend`."""
-    yield from result["warnings"]
-    yield f"law:      {result['law']}; N: parameters {PARAMETER_SCOPES[result['parameter_scope']]}"
-    yield f"budget:   {result['flops']:.3g} FLOPs, counted as 6 N D"
-    low, high = map(format_count, result["parameters_interval"])
-    size = f"{format_count(result['parameters'])} parameters (95%: {low} to {high})"
-    tokens = f"{format_count(result['tokens'])} tokens, {result['tokens_per_parameter']:.3g} tokens per parameter"
-    yield f"optimum:  {size}, {tokens}"
-    losses = "{:.4g} (95% of runs: {:.4g} to {:.4g})".format(result["loss"], *result["loss_interval"])
-    yield f"loss:     {losses}; {irreducible_loss:.4g} is irreducible"
-    low, high = map(format_count, result["near_optimal_parameters"])
-    tolerance = f"within {100 * result['near_optimal_tolerance']:g}% of that"
-    yield f"flat:     the loss is {tolerance} from {low} to {high} parameters"
-    for model in result["overtrained"]:
-        size, tokens, break_even = (format_count(model[key]) for key in ("parameters", "tokens", "break_even"))
-        price = f"{model['flops'] / result['flops']:.3g}x the training FLOPs"
-        repaid = f"repaid after {break_even} tokens of inference"
-        yield f"smaller:  {size} parameters reach the same loss with {tokens} tokens: {price}, {repaid}"
-    if plan := result.get("plan"):
-        shape = "width {width}, {layers} layers, {heads} heads, vocabulary {vocab}".format(**plan["model"])
-        yield f"model:    {shape}: {format_count(plan['parameters'])} parameters"
-        batch = f"{plan['batch_samples']} samples of {plan['model']['sequence']} tokens"
-        yield f"batch:    {batch}, learning rate {plan['lr']:g}"
-        fits = "" if plan["fits"] else ", which does not fit"
-        devices = f"{plan['devices']} x {plan['cluster']}{fits}"
-        yield f"layout:   {plan['layout']} on {devices}: {100 * plan['mfu']:.3g}% MFU"
-        time = f"{plan['days']:.3g} days, {plan['device_hours']:,.0f} device-hours"
-        yield f"time:     {time}; {plan['planner_flops']:.3g} FLOPs including attention and head"
+def recommend_text(result: dict[str, Any], irreducible_loss: float) -> str:
+    """Returns the text of `shardwise laws recommend`."""
+    scope = PARAMETER_SCOPES[result["parameter_scope"]]
+    return fill_in("recommend.txt", {"plan": None, **result, "scope": scope, "irreducible_loss": irreducible_loss})

@@ -22,6 +22,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import jinja2
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import minimize
@@ -370,25 +371,24 @@ def fit_as_dict(fit: ScalingLawFit) -> dict[str, Any]:
     }
 
 
-def fit_lines(values: dict[str, Any]) -> Iterator[str]:
-    """Yields the text of `shardwise laws fit`, made from the values of `fit_as_dict`."""
-    label = PARAMETER_SCOPES[values["parameter_scope"]]
-    yield f"L(N, D) = E + A / N^alpha + B / D^beta, {pluralize(values['runs'], 'run')}; N: parameters {label}"
-    if values["dropped"]:
-        yield f"dropped: {', '.join(values['dropped'])}"
-    for name in CONSTANTS:
-        numbers = "{value:12.5g}   95%: {low:.5g} to {high:.5g}   standard error {standard_error:.3g}"
-        yield f"  {name:<6}" + numbers.format(**values[name])
-    yield f"standard deviation of the residuals: {100 * values['residual_std']:.2g}%"
-    worst = sorted(values["residuals"], key=lambda row: -abs(row["residual"]))[:3]
-    residual_list = ", ".join(f"{row['run']} {100 * row['residual']:+.2g}%" for row in worst)
-    outliers = pluralize(sum(row["outlier"] for row in values["residuals"]), "outlier")
-    yield f"largest residuals: {residual_list}; {outliers}"
-    exponent = values["compute_optimal"]["parameters_exponent"]
-    yield f"compute-optimal size for a budget C: N = k C^{exponent:.3f}"
+def fit_text(values: dict[str, Any]) -> str:
+    """Returns the text of `shardwise laws fit`, made from the values of `fit_as_dict`."""
     flops = values["fitted_ranges"]["flops"][1]
-    N, D = law_from_dict(values).compute_optimal(flops)
-    yield f"at {flops:.2g} FLOPs: {format_count(N)} parameters, {D / N:.3g} tokens per parameter"
+    size, tokens = law_from_dict(values).compute_optimal(flops)
+    return fill_in("fit.txt", {
+        **values, "scope": PARAMETER_SCOPES[values["parameter_scope"]], "flops": flops, "size": size, "tokens": tokens,
+        "constants": {name: values[name] for name in CONSTANTS},
+        "worst": sorted(values["residuals"], key=lambda row: -abs(row["residual"]))[:3],
+        "outliers": sum(row["outlier"] for row in values["residuals"]),
+    })  # fmt: skip
+
+
+def fill_in(template: str, values: dict[str, Any]) -> str:
+    """Returns the text of a template of this folder."""
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    environment.filters |= {"count": format_count, "plural": lambda noun, number: pluralize(number, noun)}
+    text = (Path(__file__).parent / template).read_text(encoding="utf-8")
+    return environment.from_string(text).render(values).rstrip("\n")
 
 
 def read_fitted_law(path: Path) -> FittedLaw:
