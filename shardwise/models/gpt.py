@@ -169,7 +169,11 @@ class DecoderBlock(nn.Module):
             self.attention = SelfAttention(config)
         self.dropout1 = Dropout(config.dropout, f"{name}.1", seed)
         self.norm2 = build_norm(config)
-        self.mlp = build_moe(config) if is_moe and isinstance(config, MoEConfig) else FeedForward(config)
+        if is_moe and isinstance(config, MoEConfig):
+            shared = config.model_copy(update={"ffn": config.shared_expert_ffn, "bias": False})
+            self.mlp: nn.Module = MoE(config, FeedForward(shared) if config.shared_expert_ffn else None)
+        else:
+            self.mlp = FeedForward(config)
         self.dropout2 = Dropout(config.dropout, f"{name}.2", seed)
 
     def forward(
@@ -177,12 +181,6 @@ class DecoderBlock(nn.Module):
     ) -> Tensor:  # fmt: skip
         x = x + self.dropout1(self.attention(self.norm1(x), document_ids), ids)
         return x + self.dropout2(self.mlp(self.norm2(x)), ids)
-
-
-def build_moe(config: MoEConfig) -> nn.Module:
-    if not config.shared_expert_ffn:
-        return MoE(config, None)
-    return MoE(config, FeedForward(config.model_copy(update={"ffn": config.shared_expert_ffn, "bias": False})))
 
 
 def build_norm(config: DecoderConfig | T5Config) -> nn.Module:

@@ -163,8 +163,7 @@ def within_capacity(expert_ids: Tensor, experts: int, capacity: float) -> Tensor
     capacity_rows = math.ceil(capacity * expert_ids.shape[1] / experts)
     order = expert_ids.argsort(dim=1, stable=True)
     by_expert = expert_ids.gather(1, order)
-    counts = torch.zeros(expert_ids.shape[0], experts, dtype=torch.int64, device=expert_ids.device)
-    counts.scatter_add_(1, expert_ids, torch.ones_like(expert_ids))
+    counts = tokens_per_expert(expert_ids, experts)
     first = counts.cumsum(1) - counts  # offset of each expert's rows
     position_in_expert = torch.arange(expert_ids.shape[1], device=expert_ids.device) - first.gather(1, by_expert)
     return torch.empty_like(order).scatter_(1, order, position_in_expert).flatten() < capacity_rows
@@ -179,8 +178,7 @@ def load_balancing_loss(
     sums their counts, and the sum of their results is the full loss."""
     experts = probs.shape[1]
     choices = expert_ids.reshape(samples, -1)
-    counts = torch.zeros(samples, experts, dtype=probs.dtype, device=probs.device)
-    counts.scatter_add_(1, choices, torch.ones_like(choices, dtype=probs.dtype))
+    counts = tokens_per_expert(choices, experts).to(probs.dtype)
     if all_reduce_sum is not None:
         all_reduce_sum(counts)
     mean_probs = probs.unflatten(0, (samples, -1)).mean(1)
@@ -188,8 +186,9 @@ def load_balancing_loss(
 
 
 def tokens_per_expert(expert_ids: Tensor, experts: int) -> Tensor:
-    counts = torch.zeros(experts, dtype=torch.int64, device=expert_ids.device)
-    return counts.scatter_add_(0, expert_ids, torch.ones_like(expert_ids))
+    """Counts the tokens (..., T) of each expert."""
+    counts = torch.zeros(*expert_ids.shape[:-1], experts, dtype=torch.int64, device=expert_ids.device)
+    return counts.scatter_add_(-1, expert_ids, torch.ones_like(expert_ids))
 
 
 class AddAuxiliaryLoss(torch.autograd.Function):

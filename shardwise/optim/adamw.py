@@ -3,21 +3,28 @@
 It takes gradients in the compute dtype, writes the compute copy of the updated weights in the same pass over memory,
 and can keep its moments in bf16, in 8 bits or in host memory. It updates one parameter at a time: float32 weights on a
 GPU with a Triton kernel (`shardwise.models.kernels`), all others with PyTorch's fused kernel.
+
+With `optimizer.offload`, page-locked memory of the host holds the moments. An update copies them to the GPU a part at a
+time, and back. A few buffers take turns, so that copies in both directions and updates overlap; all of it can be
+captured in a CUDA graph.
 """
 
-from collections.abc import Sequence
+import mmap
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.host_memory import in_huge_pages, pack, page_lock, unpack
 from shardwise.models.quantize import decode_blocks, encode_blocks
-from shardwise.optim.offload import StateStream, host_zeros
 from shardwise.optim.param_shard import ParamShard
 from shardwise.optim.sharded_optimizer import ParamGroup, ShardedOptimizer
 
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether they are signed
+PART = 1 << 25  # elements that are copied at once from or to host memory
+BUFFERS = 3
 BLOCK_SIZE = 256  # of 8-bit moments
 MIN_8BIT_NUMEL = 4096  # smaller parameters keep full-precision moments
 
@@ -60,7 +67,7 @@ class AdamW(ShardedOptimizer):
                 self.state[weight] = {"step": torch.zeros((), dtype=torch.float32, device=weight.device), **moments}
         if self.offload and weights[0].dtype == torch.float32:
             moment = self.state[weights[0]]["exp_avg"]
-            self.stream = self.stream or StateStream(weights[0].device, moment.dtype, 2)
+            self.stream = self.stream or StateStream(weights[0].device, moment.dtype)
             self.stream.begin()
         steps = [self.state[weight]["step"] for weight in weights]
         increment = torch.ones_like(steps[0]) if self.found_inf is None else 1.0 - self.found_inf
@@ -115,6 +122,52 @@ def torch_adamw_(
             moment.copy_(updated)
     if shard.compute_copy is not None:
         shard.compute_copy.copy_(weight)
+
+
+def host_zeros(shapes: Sequence[torch.Size], dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+    """Returns zeros in host memory, and their buffer, which is page-locked as long as it is kept."""
+    entries, size = pack({str(i): torch.empty(shape, dtype=dtype, device="meta") for i, shape in enumerate(shapes)})
+    buffer = in_huge_pages(mmap.mmap(-1, size))
+    page_lock(buffer)
+    return list(unpack(buffer, entries).values()), buffer
+
+
+class StateStream:
+    """Copies parts of both moments from host memory to the GPU and back, behind the computation."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype):
+        self.load, self.store = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.buffers = [[torch.empty(PART, dtype=dtype, device=device) for _ in MOMENTS] for _ in range(BUFFERS)]
+
+    def begin(self) -> None:
+        """Begins an update: copies wait for what has been computed so far."""
+        self.stored: list[torch.cuda.Event | None] = [None] * BUFFERS
+        self.turn = 0
+        self.load.wait_stream(torch.cuda.current_stream())
+
+    def parts(self, *host: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
+        """Yields parts of flat host tensors on the GPU; what the caller has written into them goes back."""
+        compute = torch.cuda.current_stream()
+        for start in range(0, host[0].numel(), PART):
+            part = slice(start, min(start + PART, host[0].numel()))
+            turn, self.turn = self.turn, (self.turn + 1) % BUFFERS
+            staged = [buffer[: part.stop - start] for buffer in self.buffers[turn]]
+            with torch.cuda.stream(self.load):
+                if (stored := self.stored[turn]) is not None:
+                    self.load.wait_event(stored)
+                for on_gpu, tensor in zip(staged, host, strict=True):
+                    on_gpu.copy_(tensor[part], non_blocking=True)
+            compute.wait_stream(self.load)
+            yield part, staged
+            self.store.wait_stream(compute)
+            with torch.cuda.stream(self.store):
+                for on_gpu, tensor in zip(staged, host, strict=True):
+                    tensor[part].copy_(on_gpu, non_blocking=True)
+                self.stored[turn] = self.store.record_event()
+
+    def end(self) -> None:
+        """Ends an update: what follows waits for the copies."""
+        torch.cuda.current_stream().wait_stream(self.store)
 
 
 class AdamW8bit(ShardedOptimizer):
