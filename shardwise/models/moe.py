@@ -126,13 +126,10 @@ class MoE(nn.Module):
 
     def _run_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Runs rows, sorted by expert, through their experts on this or other ranks."""
-        dispatch_state = None
-        if self.dispatcher is not None:
-            rows, counts, dispatch_state = self.dispatcher.dispatch(rows, counts)
-        rows = self.bank(rows, counts)
-        if self.dispatcher is not None:
-            rows = self.dispatcher.combine(rows, dispatch_state)
-        return rows
+        if self.dispatcher is None:
+            return self.bank(rows, counts)  # type: ignore[no-any-return]
+        rows, counts, state = self.dispatcher.dispatch(rows, counts)
+        return self.dispatcher.combine(self.bank(rows, counts), state)  # type: ignore[no-any-return]
 
 
 class ExpertWeights(nn.Module):

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +76,10 @@ def export_weights(config: DecoderConfig, weights: Mapping[str, Tensor], folder:
 def reference_decoder(config: DecoderConfig) -> nn.Module | None:
     """Returns transformers' module of the same shape in float64; None if it has none or is not installed."""
     kind = find_format(config)
-    try:
-        import transformers
-    except ImportError:
+    if not kind or find_spec("transformers") is None:
         return None
-    if not kind:
-        return None
+    import transformers
+
     values = make_config(config) | {"attn_implementation": "eager", "experts_implementation": "eager"}
     dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if kind == "gpt2" else {}
     theirs = transformers.AutoConfig.for_model(**{**values, **dropouts})

@@ -100,12 +100,10 @@ def drop_weight(module: Any, kind: str, offset: int) -> None:
     """Makes a linear layer on the meta device keep its weight as codes; its first column is the `offset`th of a
     block."""
     rows, columns = module._parameters.pop("weight").shape
-    sizes = {
-        CODES: (rows, columns if kind == "int8" else -(-columns // 2)),
-        SCALES: (rows, -(-(offset + columns) // BLOCK)),
-    }
-    for name, dtype in ((CODES, torch.uint8), (SCALES, torch.float32)):
-        module.register_buffer(name, torch.empty(sizes[name], dtype=dtype, device="meta"), persistent=False)
+    codes = torch.empty(rows, columns if kind == "int8" else -(-columns // 2), dtype=torch.uint8, device="meta")
+    scales = torch.empty(rows, -(-(offset + columns) // BLOCK), dtype=torch.float32, device="meta")
+    module.register_buffer(CODES, codes, persistent=False)
+    module.register_buffer(SCALES, scales, persistent=False)
     module.__dict__["frozen_form"] = kind, columns, offset
     module.__class__ = _frozen_class(type(module))  # type: ignore[arg-type]
 
