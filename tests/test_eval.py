@@ -19,7 +19,7 @@ from shardwise.eval.tasks import Request, evaluate
 from shardwise.job import make_job
 from shardwise.layout import Layout
 from shardwise.models.chain import init_weights
-from shardwise.models.kv_cache import KeyValueCache
+from shardwise.models.gpt import KeyValueCache
 from shardwise.parallel.prepare import prepare
 from shardwise.train.export import export_run
 from shardwise.train.generate import LocalDecoder, Sampling, generate_texts

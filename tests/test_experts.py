@@ -18,8 +18,8 @@ from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.models.chain import init_weights
 from shardwise.models.gpt import build_gpt
+from shardwise.models.gpt_family import MoEConfig
 from shardwise.models.moe import MoE, load_balancing_loss
-from shardwise.models.moe_family import MoEConfig
 from shardwise.optim import make_optimizer
 from shardwise.parallel import data_parallel, expert
 from shardwise.parallel import parallelize as road

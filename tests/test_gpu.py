@@ -19,7 +19,7 @@ from shardwise.data.make_sources import synthetic_source
 from shardwise.data.sample_stream import SampleStream, rank_positions
 from shardwise.job import make_job
 from shardwise.layout import Layout
-from shardwise.optim import offload
+from shardwise.optim import adamw
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import prepare
 from shardwise.step import make_step_fn
@@ -313,7 +313,7 @@ def test_steps_with_and_without_a_graph_give_the_same_numbers(fault):
 @pytest.mark.parametrize("state_dtype", ["float32", "bf16"])
 @pytest.mark.parametrize("graph", [False, True])
 def test_moments_in_host_memory_give_the_same_weights(state_dtype, graph, monkeypatch):
-    monkeypatch.setattr(offload, "PART", 1000)  # so that weights are updated in several parts
+    monkeypatch.setattr(adamw, "PART", 1000)  # so that weights are updated in several parts
     model = {"layers": 2, "width": 64, "heads": 2, "vocab": 61, "sequence": 32}
     weights = {}
     for offloads in (False, True):

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from test_weights import TINY, weights_of
 
-from shardwise.adapters.function_modes import KeepFloat64
+from shardwise.adapters.module_chain import KeepFloat64
 from shardwise.comm.world import run_world
 from shardwise.errors import CheckpointError, JobError
 from shardwise.files import write_text

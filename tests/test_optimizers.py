@@ -18,7 +18,11 @@ from shardwise.data.sample_stream import rank_positions
 from shardwise.errors import JobError
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
-from shardwise.optim import adafactor, adamw8bit, lamb, make_optimizer, muon, set_learning_rate, sharded_optimizer
+from shardwise.models.quantize import decode_blocks, encode_blocks
+from shardwise.optim import make_optimizer, muon, set_learning_rate
+from shardwise.optim import sharded_optimizer as sharded
+from shardwise.optim.adamw import dynamic_map
+from shardwise.optim.sharded_optimizer import sum_over_shards
 from shardwise.parallel.parallelize import Engine, parallelize
 from shardwise.parallel.prepare import prepare
 from shardwise.planner.dryrun.dry_run import fake_process_group, measure_rank
@@ -80,14 +84,14 @@ def _total_without(*sides: int) -> Callable[..., list[Tensor]]:
 
     def wrong(parts: Any, some: Any, over: Any) -> list[Tensor]:
         less = [[d for d in dims if d - len(piece.shape) not in sides] for piece, dims in zip(some, over)]
-        return sharded_optimizer.sum_over_shards(parts, some, less)
+        return sum_over_shards(parts, some, less)
 
     return wrong
 
 
 def _doubled(parts: Any, some: Any, over: Any) -> list[Tensor]:
     """Counts the pieces that every tensor rank has once for each of them."""
-    sums = sharded_optimizer.sum_over_shards(parts, some, over)
+    sums = sum_over_shards(parts, some, over)
     return [whole if piece.sharded_dims else 2 * whole for whole, piece in zip(sums, some, strict=True)]
 
 
@@ -96,11 +100,11 @@ def _orthogonal(parts: Any, _: Any) -> list[Tensor]:
 
 
 PLANTED = {
-    "the norm of a piece": ("lamb", "shard=2", lamb, "sum_over_shards", _local),
-    "a norm not summed over tensor ranks": ("lamb", "tensor=2", lamb, "sum_over_shards", _total_without(-1)),
-    "copies counted twice": ("adafactor", "tensor=2", adafactor, "sum_over_shards", _doubled),
-    "column means of a piece": ("adafactor", "shard=2 zero=3", adafactor, "sum_over_shards", _total_without(-2)),
-    "row means of a piece": ("adafactor", "tensor=2", adafactor, "sum_over_shards", _total_without(-1)),
+    "the norm of a piece": ("lamb", "shard=2", sharded, "sum_over_shards", _local),
+    "a norm not summed over tensor ranks": ("lamb", "tensor=2", sharded, "sum_over_shards", _total_without(-1)),
+    "copies counted twice": ("adafactor", "tensor=2", sharded, "sum_over_shards", _doubled),
+    "column means of a piece": ("adafactor", "shard=2 zero=3", sharded, "sum_over_shards", _total_without(-2)),
+    "row means of a piece": ("adafactor", "tensor=2", sharded, "sum_over_shards", _total_without(-1)),
     "a piece made orthogonal": ("muon", "shard=2", muon, "orthogonalize", _orthogonal),
     "a part made orthogonal": ("muon", "tensor=2", muon, "orthogonalize", _orthogonal),
 }  # fmt: skip
@@ -264,11 +268,11 @@ def test_does_nothing_where_the_norm_is_not_finite(name: str) -> None:
 def test_8_bits_rounded_again_stay() -> None:
     wide = torch.randn(5, 700, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 2, 700)
     for values, signed in ((wide, True), (wide.square(), False)):
-        table = torch.tensor(adamw8bit.dynamic_map(signed))
+        table = torch.tensor(dynamic_map(signed))
         assert len(table.unique()) == 256
-        codes, scale = adamw8bit.quantize_blockwise(values, table)
-        back = adamw8bit.dequantize_blockwise(codes, scale, table)
-        again = adamw8bit.quantize_blockwise(back, table)
+        codes, scale = encode_blocks(values, table, 256)
+        back = decode_blocks(codes, scale, table, 256)
+        again = encode_blocks(back, table, 256)
         assert torch.equal(codes, again[0]) and torch.equal(scale, again[1]) and scale.shape == (5, 3)
         assert float((back - values).norm() / values.norm()) < 0.02
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from shardwise.adapters.function_modes import KeepFloat64
+from shardwise.adapters.module_chain import KeepFloat64
 from shardwise.adapters.module_family import meta_chain
 from shardwise.cluster import find_cluster
 from shardwise.comm.world import run_world

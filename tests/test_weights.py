@@ -118,8 +118,8 @@ def llama_like(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
 @given(llama_like())
 def test_a_folder_computes_the_same_as_ours(tmp_path_factory: pytest.TempPathFactory, drawn: Any) -> None:
     """Random configs: every logit and every gradient of our decoder is that of transformers' module."""
-    from shardwise.adapters.function_modes import KeepFloat64
-    from shardwise.adapters.huggingface.weights import ModuleWeights
+    from shardwise.adapters.module_chain import KeepFloat64
+    from shardwise.models.pretrained import ModuleWeights
 
     kind, changes = drawn
     folder = tmp_path_factory.mktemp("folder")

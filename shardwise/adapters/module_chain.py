@@ -17,10 +17,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import TreeSpec, tree_map_only, tree_unflatten
 
 from shardwise.adapters.anatomy import Anatomy
-from shardwise.adapters.function_modes import KeepFloat64
 from shardwise.adapters.split_attention import SPLIT, split_sequence
 from shardwise.adapters.task import Task
 from shardwise.adapters.tensor_plan import scale_head_counts
@@ -30,6 +30,20 @@ from shardwise.models.sharding import ShardingPlan
 from shardwise.random import Dropout
 
 SHAPE_ERROR = re.compile(r"must match the size|cannot be multiplied|invalid for input|multiply up to|have the same")
+
+
+class KeepFloat64(TorchFunctionMode):
+    """Within it, a module of transformers runs in float64 throughout: its casts to float32 are ignored."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if args and isinstance(args[0], Tensor) and args[0].dtype is torch.float64:
+            casts = func in (Tensor.to, Tensor.type) and any(arg is torch.float32 for arg in args[1:])
+            if func is Tensor.float or casts:
+                return args[0]
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
 
 
 class StageEnd(Exception):

@@ -23,11 +23,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only, tree_unflatten
 
 from shardwise.adapters.anatomy import TRACED_SAMPLES, Anatomy, find_anatomy
-from shardwise.adapters.context_check import context_refusal
 from shardwise.adapters.deferred_init import build_deferred
-from shardwise.adapters.function_modes import KeepFloat64
-from shardwise.adapters.module_chain import ModuleChain, find_sample_dims, replace_dropout
-from shardwise.adapters.split_attention import SPLIT
+from shardwise.adapters.module_chain import KeepFloat64, ModuleChain, find_sample_dims, replace_dropout
+from shardwise.adapters.split_attention import SPLIT, context_refusal
 from shardwise.adapters.task import DatasetSource, Task, flatten_batch, load_python_task
 from shardwise.adapters.tensor_plan import make_sharding_plan
 from shardwise.errors import JobError

@@ -25,12 +25,10 @@ from shardwise.job import DataConfig
 from shardwise.layout import Layout
 from shardwise.models.config import ConfigSection
 
-OUTPUT_TYPES = ("multiple_choice", "generate_until", "loglikelihood", "loglikelihood_rolling")
 DEFAULT_METRICS = {"multiple_choice": ("acc", "acc_norm"), "generate_until": ("exact_match",),
                    "loglikelihood": ("perplexity", "acc"), "loglikelihood_rolling": ("byte_perplexity",)}  # fmt: skip
+OUTPUT_TYPES = tuple(DEFAULT_METRICS)
 Results = dict[str, dict[str, float]]  # metrics by task or file
-
-
 Request = namedtuple("Request", "args")  # what lm-eval passes to a model
 
 

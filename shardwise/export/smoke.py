@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 TOLERANCE = 1e-4  # relative, of float32 logits
 
 
-def logits_checksum(logits: Any) -> list[float]:
+def logits_checksum(logits: torch.Tensor) -> list[float]:
     """Returns numbers that change with any logit: its norm, and its products with two waves."""
-    import torch
-
     flat = logits.double().flatten()
     place = torch.arange(len(flat), dtype=torch.float64)
     return [float(flat.norm()), float(flat @ torch.cos(place)), float(flat @ torch.sin(0.7 * place))]
@@ -23,8 +23,6 @@ def logits_checksum(logits: Any) -> list[float]:
 
 def greedy_tokens(next_logits: Any, prompt: list[int], count: int) -> list[int]:
     """Returns the most likely next tokens; `next_logits` gives those after some rows (1, S)."""
-    import torch
-
     row = list(prompt)
     for _ in range(count):
         row.append(int(next_logits(torch.tensor([row])).argmax()))
@@ -33,7 +31,6 @@ def greedy_tokens(next_logits: Any, prompt: list[int], count: int) -> list[int]:
 
 def smoke_test(folder: Path) -> str:
     """Returns what is wrong; empty if nothing is."""
-    import torch
     import transformers
 
     reference = json.loads((folder / "reference.json").read_bytes())

@@ -13,6 +13,7 @@ all heads share the RoPE part of the key.
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,11 +23,10 @@ from torch import Tensor, nn
 from shardwise.models import sharding
 from shardwise.models.chain import Chain
 from shardwise.models.config import ModelConfig
-from shardwise.models.gpt_family import DecoderConfig
+from shardwise.models.gpt_family import DecoderConfig, MoEConfig
 from shardwise.models.layers import Linear, RMSNorm, apply_rope, positions_in_documents, rope_angles, sdpa
 from shardwise.models.loss import VocabShard, fused_linear_cross_entropy, loss_chunk_size
 from shardwise.models.moe import MoE
-from shardwise.models.moe_family import MoEConfig
 from shardwise.models.preference import plain_targets, preference_weights
 from shardwise.models.t5_family import T5Config
 from shardwise.random import Dropout
@@ -169,7 +169,11 @@ class DecoderBlock(nn.Module):
             self.attention = SelfAttention(config)
         self.dropout1 = Dropout(config.dropout, f"{name}.1", seed)
         self.norm2 = build_norm(config)
-        self.mlp = build_moe(config) if is_moe and isinstance(config, MoEConfig) else FeedForward(config)
+        if is_moe and isinstance(config, MoEConfig):
+            shared = config.model_copy(update={"ffn": config.shared_expert_ffn, "bias": False})
+            self.mlp: nn.Module = MoE(config, FeedForward(shared) if config.shared_expert_ffn else None)
+        else:
+            self.mlp = FeedForward(config)
         self.dropout2 = Dropout(config.dropout, f"{name}.2", seed)
 
     def forward(
@@ -179,13 +183,7 @@ class DecoderBlock(nn.Module):
         return x + self.dropout2(self.mlp(self.norm2(x)), ids)
 
 
-def build_moe(config: MoEConfig) -> nn.Module:
-    if not config.shared_expert_ffn:
-        return MoE(config, None)
-    return MoE(config, FeedForward(config.model_copy(update={"ffn": config.shared_expert_ffn, "bias": False})))
-
-
-def build_norm(config: DecoderConfig) -> nn.Module:
+def build_norm(config: DecoderConfig | T5Config) -> nn.Module:
     if config.norm == "rms":
         return RMSNorm(config.width, eps=config.norm_eps)
     return nn.LayerNorm(config.width, eps=config.norm_eps, bias=config.bias)
@@ -227,19 +225,21 @@ class SelfAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """The MLP of a block: SwiGLU, or GELU without a gate."""
+    """The MLP of a block. In gated ones (SwiGLU, GEGLU), a second projection multiplies the activations."""
 
-    def __init__(self, config: DecoderConfig, approximate: str = "tanh"):
+    def __init__(self, config: DecoderConfig | T5Config, approximate: str = "tanh"):
         super().__init__()
-        self.approximate = approximate
-        self.gate = Linear(config.width, config.ffn, bias=config.bias) if config.activation == "swiglu" else None
+        gelu = partial(F.gelu, approximate=approximate)
+        activations: dict[str, Any] = {"gelu": gelu, "geglu": gelu, "swiglu": F.silu, "relu": F.relu}
+        self.activation, is_gated = activations[config.activation], config.activation.endswith("glu")
+        self.gate = Linear(config.width, config.ffn, bias=config.bias) if is_gated else None
         self.up = Linear(config.width, config.ffn, bias=config.bias)
         self.down = Linear(config.ffn, config.width, bias=config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate is None:
-            return self.down(F.gelu(self.up(x), approximate=self.approximate))
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+            return self.down(self.activation(self.up(x)))
+        return self.down(self.activation(self.gate(x)) * self.up(x))
 
 
 class DecoderHead(nn.Module):
@@ -307,3 +307,48 @@ class MultiHeadLatentAttention(nn.Module):
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         y = sdpa(q, k, v, causal=True, document_ids=document_ids)
         return self.out(y.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+
+class KeyValueCache:
+    """A key-value cache for generation on one device, so that each token goes through the model once.
+
+    Makes a decoder take the next tokens of rows of one length; `close` makes it a plain decoder again."""
+
+    def __init__(self, model: Chain, config: DecoderConfig):
+        self.model, self.config, self.length = model, config, 0
+        self.attentions: list[Any] = [module for module in model.modules() if isinstance(module, SelfAttention)]
+        self.positions = getattr(model.get_submodule("embed"), "positions", None)
+        self.kept: list[list[Tensor]] = [[] for _ in self.attentions]
+        for attention, kept in zip(self.attentions, self.kept):
+            attention.attention_fn = lambda q, k, v, causal, _, kept=kept: self._attend(q, k, v, kept)
+        self.ropes = [attention.rope_cos_sin for attention in self.attentions]
+
+    @staticmethod
+    def supports(model: Any, config: Any) -> bool:
+        """Whether the logits do not change with a cache: not with masked documents, latent attention or experts, whose
+        capacity counts the tokens of a batch."""
+        found = sum(isinstance(module, SelfAttention) for module in model.modules())
+        return found == getattr(config, "layers", 0) and config.document_separator < 0 and not config.num_experts
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, kept: list[Tensor]) -> Tensor:
+        if kept:
+            k, v = torch.cat((kept[0], k), 2), torch.cat((kept[1], v), 2)
+        kept[:] = k, v
+        return sdpa(q, k, v, causal=q.shape[2] > 1)  # more than one token only at the start
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Returns the logits after the last of these tokens, which follow those of earlier calls."""
+        start, self.length = self.length, self.length + tokens.shape[1]
+        if self.positions is not None:
+            self.positions.position_ids = torch.arange(start, self.length, device=tokens.device)
+        for attention in self.attentions if self.positions is None else ():
+            theta, scaling = attention.rope_theta, attention.rope_scaling
+            cos, sin = rope_angles(self.length, attention.head_dim, theta, tokens.device, scaling)
+            attention.rope_cos_sin = cos[start:], sin[start:]
+        return self.model(tokens)[:, -1]  # type: ignore[no-any-return]
+
+    def close(self) -> None:
+        for attention, rope in zip(self.attentions, self.ropes):
+            attention.attention_fn, attention.rope_cos_sin = sdpa, rope
+        if self.positions is not None:
+            self.positions.position_ids = None

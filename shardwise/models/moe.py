@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from shardwise.models.moe_family import MoEConfig
+from shardwise.models.gpt_family import MoEConfig
 
 
 class MoE(nn.Module):
@@ -126,13 +126,10 @@ class MoE(nn.Module):
 
     def _run_experts(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Runs rows, sorted by expert, through their experts on this or other ranks."""
-        dispatch_state = None
-        if self.dispatcher is not None:
-            rows, counts, dispatch_state = self.dispatcher.dispatch(rows, counts)
-        rows = self.bank(rows, counts)
-        if self.dispatcher is not None:
-            rows = self.dispatcher.combine(rows, dispatch_state)
-        return rows
+        if self.dispatcher is None:
+            return self.bank(rows, counts)  # type: ignore[no-any-return]
+        rows, counts, state = self.dispatcher.dispatch(rows, counts)
+        return self.dispatcher.combine(self.bank(rows, counts), state)  # type: ignore[no-any-return]
 
 
 class ExpertWeights(nn.Module):
@@ -149,12 +146,12 @@ class ExpertWeights(nn.Module):
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Runs rows, sorted by expert, through their experts; `counts`: rows per expert."""
-        hidden = GroupedLinear.apply(rows, self.up, counts)
+        hidden = grouped_linear(rows, self.up, counts)
         if self.gate is None:
             hidden = F.gelu(hidden, approximate="tanh")
         else:
-            hidden = swiglu(GroupedLinear.apply(rows, self.gate, counts), hidden)
-        return GroupedLinear.apply(hidden, self.down, counts)  # type: ignore[no-any-return]
+            hidden = swiglu(grouped_linear(rows, self.gate, counts), hidden)
+        return grouped_linear(hidden, self.down, counts)
 
 
 def within_capacity(expert_ids: Tensor, experts: int, capacity: float) -> Tensor:
@@ -163,8 +160,7 @@ def within_capacity(expert_ids: Tensor, experts: int, capacity: float) -> Tensor
     capacity_rows = math.ceil(capacity * expert_ids.shape[1] / experts)
     order = expert_ids.argsort(dim=1, stable=True)
     by_expert = expert_ids.gather(1, order)
-    counts = torch.zeros(expert_ids.shape[0], experts, dtype=torch.int64, device=expert_ids.device)
-    counts.scatter_add_(1, expert_ids, torch.ones_like(expert_ids))
+    counts = tokens_per_expert(expert_ids, experts)
     first = counts.cumsum(1) - counts  # offset of each expert's rows
     position_in_expert = torch.arange(expert_ids.shape[1], device=expert_ids.device) - first.gather(1, by_expert)
     return torch.empty_like(order).scatter_(1, order, position_in_expert).flatten() < capacity_rows
@@ -179,8 +175,7 @@ def load_balancing_loss(
     sums their counts, and the sum of their results is the full loss."""
     experts = probs.shape[1]
     choices = expert_ids.reshape(samples, -1)
-    counts = torch.zeros(samples, experts, dtype=probs.dtype, device=probs.device)
-    counts.scatter_add_(1, choices, torch.ones_like(choices, dtype=probs.dtype))
+    counts = tokens_per_expert(choices, experts).to(probs.dtype)
     if all_reduce_sum is not None:
         all_reduce_sum(counts)
     mean_probs = probs.unflatten(0, (samples, -1)).mean(1)
@@ -188,8 +183,9 @@ def load_balancing_loss(
 
 
 def tokens_per_expert(expert_ids: Tensor, experts: int) -> Tensor:
-    counts = torch.zeros(experts, dtype=torch.int64, device=expert_ids.device)
-    return counts.scatter_add_(0, expert_ids, torch.ones_like(expert_ids))
+    """Counts the tokens (..., T) of each expert."""
+    counts = torch.zeros(*expert_ids.shape[:-1], experts, dtype=torch.int64, device=expert_ids.device)
+    return counts.scatter_add_(-1, expert_ids, torch.ones_like(expert_ids))
 
 
 class AddAuxiliaryLoss(torch.autograd.Function):
@@ -271,46 +267,17 @@ class WeightedSum(torch.autograd.Function):
         return grad_rows, weighted_sum_grad_weights(grads[0], rows, inverse), None, None
 
 
-class GroupedLinear(torch.autograd.Function):
+def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """`x @ weight.T` with one weight (E, out, in) per group of rows; a group may be empty."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight, counts)
-        return grouped_mm(x, weight.transpose(1, 2), counts)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, weight, counts = ctx.saved_tensors
-        grad = grads[0]
-        if _has_grouped_mm(grad):
-            grad_weight = torch._grouped_mm(grad.t(), x, _group_offsets(counts))
-        else:
-            sizes = group_sizes(counts, x)
-            groups = zip(grad.split(sizes), x.split(sizes), strict=True)
-            grad_weight = torch.stack([group_grad.t() @ group_x for group_grad, group_x in groups])
-        return grouped_mm(grad, weight, counts), grad_weight, None
-
-
-def grouped_mm(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Multiplies each group of rows by its own matrix of `weight` (E, in, out)."""
-    if _has_grouped_mm(x):
-        return torch._grouped_mm(x, weight, _group_offsets(counts))
-    return torch.cat([group @ matrix for group, matrix in zip(x.split(group_sizes(counts, x)), weight, strict=True)])
-
-
-def _has_grouped_mm(x: Tensor) -> bool:
-    """Whether PyTorch has a grouped matmul kernel, which also avoids a device-to-host copy of the group sizes."""
-    return x.is_cuda and x.dtype == torch.bfloat16
+    if x.is_cuda and x.dtype == torch.bfloat16:  # one kernel, which also needs no group sizes on the host
+        return torch._grouped_mm(x, weight.transpose(1, 2), counts.cumsum(0).to(torch.int32))
+    groups = zip(x.split(group_sizes(counts, x)), weight, strict=True)
+    return torch.cat([rows @ matrix.t() for rows, matrix in groups])
 
 
 def is_fake(tensor: Tensor) -> bool:
     """Whether a tensor has no data (dry run)."""
     return isinstance(tensor, FakeTensor)
-
-
-def _group_offsets(counts: Tensor) -> Tensor:
-    return counts.cumsum(0).to(torch.int32)
 
 
 def group_sizes(counts: Tensor, x: Tensor) -> list[int]:

@@ -1,12 +1,14 @@
-"""Weights of Hugging Face folders as ours, and back: names and shapes, as data.
+"""Weights of Hugging Face folders as ours, and back, or as those of transformers' modules: names and shapes, as data.
 
 Files are read one slice or one parameter at a time. Our fused QKV projection stores its rows by KV head: the queries of
 a group, then its key and value. Experts are one tensor here and one file entry each there.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from functools import cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ WHOLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
 # Entries of old files that are no parameters.
 NO_WEIGHTS = ("*.attn.bias", "*.attn.masked_bias", "*.rotary_emb.inv_freq")
+# transformers stacks experts that files have one by one: by parameter, the names that an expert's parts may have.
+EXPERT_PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 
 
 def their_name(form: PretrainedFormat, ours: str) -> str:
@@ -72,12 +76,10 @@ def export_weights(config: DecoderConfig, weights: Mapping[str, Tensor], folder:
 def reference_decoder(config: DecoderConfig) -> nn.Module | None:
     """Returns transformers' module of the same shape in float64; None if it has none or is not installed."""
     kind = find_format(config)
-    try:
-        import transformers
-    except ImportError:
+    if not kind or find_spec("transformers") is None:
         return None
-    if not kind:
-        return None
+    import transformers
+
     values = make_config(config) | {"attn_implementation": "eager", "experts_implementation": "eager"}
     dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if kind == "gpt2" else {}
     theirs = transformers.AutoConfig.for_model(**{**values, **dropouts})
@@ -203,3 +205,53 @@ class PretrainedWeights(InitialValues):
         if ".qkv." in name:
             return join_qkv(self.config, *(self.entries[theirs.format(part)][:] for part in "qkv"))
         return self.entries[theirs]
+
+
+class ModuleWeights(InitialValues):
+    """The entries of files, or tensors under the same names, as the parameters of a transformers module."""
+
+    def __init__(self, entries: Mapping[str, Any], module: Any):
+        """`module`: the model, on the meta device. Files may have older names, which transformers knows."""
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming
+
+        renamings = [one for one in get_model_conversion_mapping(module) if isinstance(one, WeightRenaming)]
+        self.found: dict[str, Any] = {}
+        for key, entry in entries.items():
+            for renaming in renamings:
+                key = renaming.rename_source_key(key)[0]
+            self.found[key] = entry
+        self.unused = set(self.found)
+        for name, _ in (*module.named_parameters(remove_duplicate=False), *module.named_buffers()):
+            self.unused -= {name}
+            if name not in self.found:
+                self._stack_experts(name)
+
+    @classmethod
+    def of_folder(cls, folder: Path, module: Any) -> "ModuleWeights":
+        """Checks the weights of a folder, and copies the buffers that it has into the module."""
+        prefix = f"{module.base_model_prefix}."
+        has_prefix = any(name.startswith(prefix) for name, _ in module.named_parameters())
+        weights = cls(open_folder(folder, prefix if has_prefix else ""), module)
+        ignored = [re.compile(pattern) for pattern in getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()]
+        unused = {name for name in weights.unused if not any(pattern.search(name) for pattern in ignored)}
+        shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+        check_shapes(folder, shapes, weights.found, unused)
+        for name, buffer in module.named_buffers():  # such as running averages
+            if name in weights.found:
+                buffer.copy_(weights.found[name][...])
+        return weights
+
+    def _stack_experts(self, name: str) -> None:
+        owner, _, leaf = name.rpartition(".")
+        for parts in EXPERT_PARTS.get(leaf, ()):
+            experts: list[list[str]] = []
+            while all(f"{owner}.{len(experts)}.{part}.weight" in self.found for part in parts):
+                experts.append([f"{owner}.{len(experts)}.{part}.weight" for part in parts])
+            if experts:
+                self.found[name] = StackedExperts([[self.found[part] for part in one] for one in experts])
+                self.unused -= {part for one in experts for part in one}
+
+    def value(self, name: str) -> Any:
+        """Returns a parameter, to be indexed by slices; only these are read."""
+        return self.found[name]

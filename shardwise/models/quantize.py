@@ -32,26 +32,32 @@ def _levels(kind: str, device: torch.device) -> Tensor:
     return torch.arange(-127, 128, dtype=torch.float32, device=device) / 127
 
 
-def _spread(scales: Tensor, columns: int, offset: int) -> Tensor:
-    """Returns the scale of each column, the first of which is the `offset`th of its block."""
-    return scales.repeat_interleave(BLOCK, 1)[:, offset : offset + columns]
+def encode_blocks(matrix: Tensor, levels: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """Returns codes, the numbers of the levels nearest to each value relative to the largest of its block of a row
+    (uint8), and the largest values of the blocks."""
+    rows, columns = matrix.shape
+    padded = F.pad(matrix.float(), (0, -columns % block)).view(rows, -1, block)
+    scales = padded.abs().amax(2)
+    relative = (padded / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(2)).flatten(1)[:, :columns]
+    codes = torch.bucketize(relative.contiguous(), (levels[1:] + levels[:-1]) / 2, out_int32=True)
+    return codes.to(torch.uint8), scales
+
+
+def decode_blocks(codes: Tensor, scales: Tensor, levels: Tensor, block: int, offset: int = 0) -> Tensor:
+    """Returns the values of codes, in float32; the first of a row is the `offset`th of its block."""
+    return levels[codes.int()] * scales.repeat_interleave(block, 1)[:, offset : offset + codes.shape[1]]
 
 
 def encode(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Returns the codes of a weight that begins with a block (uint8), and the largest values of its blocks."""
-    rows, columns = weight.shape
-    padded = F.pad(weight.float(), (0, -columns % BLOCK)).view(rows, -1, BLOCK)
-    scales = padded.abs().amax(2)
-    levels = _levels(kind, weight.device)
-    relative = (padded / scales.clamp(min=torch.finfo(torch.float32).tiny).unsqueeze(2)).flatten(1)[:, :columns]
-    return torch.bucketize(relative.contiguous(), (levels[1:] + levels[:-1]) / 2).to(torch.uint8), scales
+    """Returns the codes of a weight that begins with a block, and the largest values of its blocks."""
+    return encode_blocks(weight, _levels(kind, weight.device), BLOCK)
 
 
 def decode(codes: Tensor, scales: Tensor, kind: str, columns: int, offset: int = 0) -> Tensor:
     """Returns the values of codes, in float32; those of NF4 are two in a byte if there are fewer than `columns`."""
     if codes.shape[1] < columns:
         codes = torch.stack((codes & 15, codes >> 4), 2).flatten(1)[:, :columns]
-    return _levels(kind, codes.device)[codes.int()] * _spread(scales, columns, offset)
+    return decode_blocks(codes, scales, _levels(kind, codes.device), BLOCK, offset)
 
 
 def round_weight(weight: Tensor, kind: str) -> Tensor:
@@ -94,12 +100,10 @@ def drop_weight(module: Any, kind: str, offset: int) -> None:
     """Makes a linear layer on the meta device keep its weight as codes; its first column is the `offset`th of a
     block."""
     rows, columns = module._parameters.pop("weight").shape
-    sizes = {
-        CODES: (rows, columns if kind == "int8" else -(-columns // 2)),
-        SCALES: (rows, -(-(offset + columns) // BLOCK)),
-    }
-    for name, dtype in ((CODES, torch.uint8), (SCALES, torch.float32)):
-        module.register_buffer(name, torch.empty(sizes[name], dtype=dtype, device="meta"), persistent=False)
+    codes = torch.empty(rows, columns if kind == "int8" else -(-columns // 2), dtype=torch.uint8, device="meta")
+    scales = torch.empty(rows, -(-(offset + columns) // BLOCK), dtype=torch.float32, device="meta")
+    module.register_buffer(CODES, codes, persistent=False)
+    module.register_buffer(SCALES, scales, persistent=False)
     module.__dict__["frozen_form"] = kind, columns, offset
     module.__class__ = _frozen_class(type(module))  # type: ignore[arg-type]
 

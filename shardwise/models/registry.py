@@ -11,8 +11,7 @@ from shardwise.models.bert_family import BertFamily
 from shardwise.models.config import PRESETS, ModelConfig
 from shardwise.models.dlrm_family import DLRMFamily
 from shardwise.models.family import Family
-from shardwise.models.gpt_family import GPTFamily
-from shardwise.models.moe_family import MoEFamily
+from shardwise.models.gpt_family import GPTFamily, MoEFamily
 from shardwise.models.pretrained_config import starting_values
 from shardwise.models.resnet_family import ResNetFamily
 from shardwise.models.t5_family import T5Family

@@ -27,12 +27,8 @@ def build_t5(config: T5Config, seed: int) -> Chain:
     modules += [(f"encoder{i}", T5Block(config, "encoder", i, seed)) for i in range(config.layers)]
     modules += [("bridge", gpt.DecoderHead(OneSideRMSNorm(config, decoder=False), None))]
     modules += [(f"decoder{i}", T5Block(config, "decoder", i, seed)) for i in range(config.layers)]
-    head = gpt.DecoderHead(build_norm(config), T5LMHead(config))
+    head = gpt.DecoderHead(gpt.build_norm(config), T5LMHead(config))
     return Chain([*modules, ("head", head)], sharding_plan(config))
-
-
-def build_norm(config: T5Config) -> nn.Module:
-    return layers.RMSNorm(config.width, eps=config.norm_eps)
 
 
 def sharding_plan(config: T5Config) -> sharding.ShardingPlan:
@@ -75,7 +71,7 @@ class OneSideRMSNorm(nn.Module):
 
     def __init__(self, config: T5Config, decoder: bool):
         super().__init__()
-        self.norm = build_norm(config)
+        self.norm = gpt.build_norm(config)
         self.encoder_length, self.decoder = config.sequence, decoder
         self.position_ids: Tensor | None = None
 
@@ -95,7 +91,7 @@ class T5Block(nn.Module):
         self.branches = ("attention", "mlp") if side == "encoder" else ("attention", "cross", "mlp")
         for number, branch in enumerate(self.branches, start=1):
             is_cross = branch == "cross"  # the encoder's output is already normalized
-            norm = OneSideRMSNorm(config, decoder=True) if is_cross else build_norm(config)
+            norm = OneSideRMSNorm(config, decoder=True) if is_cross else gpt.build_norm(config)
             self.add_module(f"norm{number}", norm)
             role = "cross" if is_cross else side
             self.add_module(branch, T5MLP(config, positions) if branch == "mlp" else T5Attention(config, role))
@@ -162,19 +158,13 @@ def relative_position_bucket(offset: Tensor, bidirectional: bool, num_buckets: i
     return first_bucket + torch.where(distance < max_exact, distance, log_bucket)
 
 
-class T5MLP(nn.Module):
+class T5MLP(gpt.FeedForward):
     def __init__(self, config: T5Config, side: slice):
-        super().__init__()
-        self.gate = layers.Linear(config.width, config.ffn, bias=False) if config.activation == "geglu" else None
-        self.up = layers.Linear(config.width, config.ffn, bias=False)
-        self.down = layers.Linear(config.ffn, config.width, bias=False)
+        super().__init__(config)
         self.side = side
 
     def forward(self, x: Tensor) -> Tensor:
-        inputs = x[:, self.side]
-        hidden = self.up(inputs)
-        hidden = hidden.relu() if self.gate is None else F.gelu(self.gate(inputs), approximate="tanh") * hidden
-        return _pad_to_stream(self.down(hidden), self.side, x.shape[1])
+        return _pad_to_stream(super().forward(x[:, self.side]), self.side, x.shape[1])
 
 
 def _pad_to_stream(y: Tensor, side: slice, length: int) -> Tensor:

@@ -22,6 +22,8 @@ class T5Config(ModelConfig):
 
     description = "a T5"
     positions: ClassVar[str] = "relative"
+    norm: ClassVar[str] = "rms"
+    bias: ClassVar[bool] = False
     targets_are_text = False
     name: str = "t5"
     layers: int = Field(12, ge=1, le=1000)  # Number of encoder blocks, and of decoder blocks

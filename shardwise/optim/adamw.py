@@ -1,21 +1,32 @@
 """AdamW for parameter shards with features that PyTorch's fused AdamW lacks.
 
 It takes gradients in the compute dtype, writes the compute copy of the updated weights in the same pass over memory,
-and can keep its moments in bf16 or in host memory. It updates one parameter at a time: float32 weights on a GPU with a
-Triton kernel (`shardwise.optim.adamw_kernel`), all others with PyTorch's fused kernel.
+and can keep its moments in bf16, in 8 bits or in host memory. It updates one parameter at a time: float32 weights on a
+GPU with a Triton kernel (`shardwise.models.kernels`), all others with PyTorch's fused kernel.
+
+With `optimizer.offload`, page-locked memory of the host holds the moments. An update copies them to the GPU a part at a
+time, and back. A few buffers take turns, so that copies in both directions and updates overlap; all of it can be
+captured in a CUDA graph.
 """
 
-from collections.abc import Sequence
+import mmap
+from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.optim.offload import StateStream, host_zeros
+from shardwise.host_memory import in_huge_pages, pack, page_lock, unpack
+from shardwise.models.quantize import decode_blocks, encode_blocks
 from shardwise.optim.param_shard import ParamShard
 from shardwise.optim.sharded_optimizer import ParamGroup, ShardedOptimizer
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = {"exp_avg": True, "exp_avg_sq": False}  # whether they are signed
+PART = 1 << 25  # elements that are copied at once from or to host memory
+BUFFERS = 3
+BLOCK_SIZE = 256  # of 8-bit moments
+MIN_8BIT_NUMEL = 4096  # smaller parameters keep full-precision moments
 
 
 class AdamW(ShardedOptimizer):
@@ -56,7 +67,7 @@ class AdamW(ShardedOptimizer):
                 self.state[weight] = {"step": torch.zeros((), dtype=torch.float32, device=weight.device), **moments}
         if self.offload and weights[0].dtype == torch.float32:
             moment = self.state[weights[0]]["exp_avg"]
-            self.stream = self.stream or StateStream(weights[0].device, moment.dtype, 2)
+            self.stream = self.stream or StateStream(weights[0].device, moment.dtype)
             self.stream.begin()
         steps = [self.state[weight]["step"] for weight in weights]
         increment = torch.ones_like(steps[0]) if self.found_inf is None else 1.0 - self.found_inf
@@ -78,7 +89,7 @@ class AdamW(ShardedOptimizer):
         return torch.zeros_like(weight, dtype=dtype)
 
     def _kernel_step(self, shard: ParamShard, state: dict[str, Tensor], group: dict[str, Any], lr: Tensor) -> None:
-        from shardwise.optim.adamw_kernel import fused_adamw_
+        from shardwise.models.kernels import fused_adamw_
 
         exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
         weight, grad, copy, step = shard.tensor.detach(), shard.grad, shard.compute_copy, state["step"]
@@ -111,3 +122,118 @@ def torch_adamw_(
             moment.copy_(updated)
     if shard.compute_copy is not None:
         shard.compute_copy.copy_(weight)
+
+
+def host_zeros(shapes: Sequence[torch.Size], dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
+    """Returns zeros in host memory, and their buffer, which is page-locked as long as it is kept."""
+    entries, size = pack({str(i): torch.empty(shape, dtype=dtype, device="meta") for i, shape in enumerate(shapes)})
+    buffer = in_huge_pages(mmap.mmap(-1, size))
+    page_lock(buffer)
+    return list(unpack(buffer, entries).values()), buffer
+
+
+class StateStream:
+    """Copies parts of both moments from host memory to the GPU and back, behind the computation."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype):
+        self.load, self.store = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.buffers = [[torch.empty(PART, dtype=dtype, device=device) for _ in MOMENTS] for _ in range(BUFFERS)]
+
+    def begin(self) -> None:
+        """Begins an update: copies wait for what has been computed so far."""
+        self.stored: list[torch.cuda.Event | None] = [None] * BUFFERS
+        self.turn = 0
+        self.load.wait_stream(torch.cuda.current_stream())
+
+    def parts(self, *host: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
+        """Yields parts of flat host tensors on the GPU; what the caller has written into them goes back."""
+        compute = torch.cuda.current_stream()
+        for start in range(0, host[0].numel(), PART):
+            part = slice(start, min(start + PART, host[0].numel()))
+            turn, self.turn = self.turn, (self.turn + 1) % BUFFERS
+            staged = [buffer[: part.stop - start] for buffer in self.buffers[turn]]
+            with torch.cuda.stream(self.load):
+                if (stored := self.stored[turn]) is not None:
+                    self.load.wait_event(stored)
+                for on_gpu, tensor in zip(staged, host, strict=True):
+                    on_gpu.copy_(tensor[part], non_blocking=True)
+            compute.wait_stream(self.load)
+            yield part, staged
+            self.store.wait_stream(compute)
+            with torch.cuda.stream(self.store):
+                for on_gpu, tensor in zip(staged, host, strict=True):
+                    tensor[part].copy_(on_gpu, non_blocking=True)
+                self.stored[turn] = self.store.record_event()
+
+    def end(self) -> None:
+        """Ends an update: what follows waits for the copies."""
+        torch.cuda.current_stream().wait_stream(self.store)
+
+
+class AdamW8bit(ShardedOptimizer):
+    """AdamW with 8-bit moments: block-wise dynamic quantization (Dettmers et al. 2022).
+
+    A block is 256 consecutive elements of a row of the shard, with one float32 scale. Shards along the first dimension
+    have the same blocks as the full parameter; shards along the last one start new blocks, so rounding then depends
+    slightly on the layout. Vectors and small parameters keep full-precision moments. Checkpoints store dequantized
+    moments: quantizing them into the same blocks gives the same codes, and any layout or state dtype can resume from
+    them."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for shard, state, group in self.iter_shards():
+            for key in MOMENTS:
+                if key not in state:
+                    self._store_moment(shard, key, torch.zeros_like(shard.tensor))
+            self.increment_step(shard, state)
+            full_state = {"step": state["step"], **{key: self._load_moment(shard, key) for key in MOMENTS}}
+            torch_adamw_(shard, full_state, group, self.grad_scale, self.found_inf)
+            for key in MOMENTS:
+                self._store_moment(shard, key, full_state[key])
+            shard.is_compute_copy_current = shard.compute_copy is not None
+
+    def state_for_checkpoint(self, weight: Tensor) -> dict[str, Tensor]:
+        """Returns dequantized moments in host memory, since the device may lack room for them."""
+        return {
+            key: self._load_moment(self.shards[weight], key, torch.device("cpu")) if key in MOMENTS else value
+            for key, value in self.state.get(weight, {}).items() if not key.endswith("_scale")
+        }  # fmt: skip
+
+    def after_load(self) -> None:
+        """Quantizes the moments loaded from a checkpoint."""
+        for shard, state, _ in self.iter_shards():
+            for key in MOMENTS.keys() & state.keys():
+                self._store_moment(shard, key, state[key])
+
+    def _store_moment(self, shard: ParamShard, key: str, moment: Tensor) -> None:
+        state = self.state[shard.tensor]
+        state[key] = moment
+        if len(shard.shape) > 1 and shard.shape.numel() >= MIN_8BIT_NUMEL:
+            rows = moment.flatten(0, -2)
+            codes, state[f"{key}_scale"] = encode_blocks(rows, code_map(key, moment.device), BLOCK_SIZE)
+            state[key] = codes.view(moment.shape)
+
+    def _load_moment(self, shard: ParamShard, key: str, device: torch.device | None = None) -> Tensor:
+        state = self.state[shard.tensor]
+        if f"{key}_scale" not in state:
+            return state[key]
+        codes, scale = (state[name].to(device or shard.tensor.device) for name in (key, f"{key}_scale"))
+        moment = decode_blocks(codes.flatten(0, -2), scale, code_map(key, codes.device), BLOCK_SIZE)
+        return moment.view(codes.shape).to(shard.tensor.dtype)
+
+
+@cache
+def code_map(key: str, device: torch.device) -> Tensor:
+    return torch.tensor(dynamic_map(MOMENTS[key]), device=device)
+
+
+def dynamic_map(signed: bool) -> tuple[float, ...]:
+    """Returns the 256 values of the dynamic data type: seven decades, with more values in the larger ones."""
+    values = [0.0, 1.0]
+    for exponent in range(7):
+        steps = 2**exponent if signed else 2 ** (exponent + 1)
+        middles = [10.0 ** (exponent - 6) * (0.1 + 0.9 * (number + 0.5) / steps) for number in range(steps)]
+        values += middles + ([-middle for middle in middles] if signed else [])
+    values.sort()
+    # Both -1 and 1 are values, so that the largest element of a block is exact.
+    return (-1.0, *values[1:]) if signed else tuple(values)

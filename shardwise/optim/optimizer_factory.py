@@ -9,13 +9,10 @@ import torch
 
 from shardwise.errors import LayoutError
 from shardwise.job import OptimizerConfig
-from shardwise.optim.adafactor import Adafactor
-from shardwise.optim.adamw import AdamW
-from shardwise.optim.adamw8bit import AdamW8bit
-from shardwise.optim.lamb import LAMB
+from shardwise.optim.adamw import AdamW, AdamW8bit
 from shardwise.optim.muon import Muon
 from shardwise.optim.param_shard import ParamShard
-from shardwise.optim.sharded_optimizer import SGD
+from shardwise.optim.sharded_optimizer import LAMB, SGD, Adafactor
 
 # PyTorch's optimizers in which the update of an element depends on that element's weight, gradient and state alone.
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop")

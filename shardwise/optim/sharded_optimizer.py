@@ -1,4 +1,5 @@
-"""Base class of our optimizers, which update parameter shards and sum statistics over all shards of a parameter.
+"""The base class of our optimizers, which update parameter shards and sum statistics over all shards of a parameter,
+and SGD, LAMB and Adafactor.
 
 A step never synchronizes with the host: the device decides whether to skip it, identically on every rank. Sums over
 ranks use float64, so that replicas of a shard, which sum in different groups and maybe in another order, still get the
@@ -15,6 +16,10 @@ from shardwise.comm.collectives import all_reduce_coalesced
 from shardwise.optim.param_shard import ParamShard
 
 ParamGroup = dict[str, Any]
+ShardWithState = tuple[ParamShard, dict[str, Tensor], ParamGroup]
+BETA2_DECAY = -0.8  # of Adafactor: 1 - beta2 at step t is t^BETA2_DECAY
+EPS2 = 1e-3  # of Adafactor: lower bound of a parameter's RMS in its step size
+EPS1 = 2.0**-23  # PyTorch's value for float32; its smaller float64 value would turn rounding noise into an update
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -39,7 +44,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def after_load(self) -> None:
         """Called after a checkpoint has filled the states."""
 
-    def iter_shards(self) -> Iterator[tuple[ParamShard, dict[str, Tensor], dict[str, Any]]]:
+    def iter_shards(self) -> Iterator[ShardWithState]:
         """Yields each shard with its state and its param group."""
         for group in self.param_groups:
             for weight in group["params"]:
@@ -86,6 +91,108 @@ class SGD(ShardedOptimizer):
                 self.assign_unless_skipped(momentum_buffer, update.add(momentum_buffer, alpha=group["momentum"]))
                 update = momentum_buffer
             self.update_weight(shard, weight.sub(update, alpha=group["lr"]))
+
+
+class LAMB(ShardedOptimizer):
+    """LAMB (You et al. 2020): Adam's update, scaled per parameter by the trust ratio |weight| / |update|.
+
+    Both norms are those of the full parameter, summed over the ranks that shard it. As in the authors' code, parameters
+    without weight decay (norms, biases) take Adam's plain update. The ratio is unbounded, and 1 if either norm is zero.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        members = list(self.iter_shards())
+        steps = [self._update_moments(*member) for member in members]
+        scaled_members = [(member, step_number) for member, step_number in zip(members, steps) if member[0].decays]
+        partial_sums = []
+        for member, step_number in scaled_members:
+            both = member[0].tensor.detach(), self._adam_update(*member, step_number)
+            partial_sums.append(torch.stack([sum_of_squares(tensor) for tensor in both]))
+        shards = [member[0] for member, _ in scaled_members]
+        sums = sum_over_shards(partial_sums, shards, [range(len(shard.shape)) for shard in shards])
+        norms = [both.sqrt() for both in sums]  # of weight and update
+        ratios = [torch.where((both > 0.0).all(), both[0] / both[1], 1.0) for both in norms]
+        trust_ratios = {id(shard): ratio for shard, ratio in zip(shards, ratios, strict=True)}
+        for (shard, state, group), step_number in zip(members, steps):
+            weight = shard.tensor.detach()
+            update = self._adam_update(shard, state, group, step_number) * group["lr"]
+            if id(shard) in trust_ratios:
+                update *= trust_ratios[id(shard)].to(weight.dtype)
+            self.update_weight(shard, weight - update)
+
+    def _update_moments(self, shard: ParamShard, state: dict[str, Tensor], group: dict[str, Any]) -> Tensor:
+        grad = self.unscaled_grad(shard)
+        for key, beta, value in zip(("exp_avg", "exp_avg_sq"), group["betas"], (grad, grad.square())):
+            self.lerp_state(state, key, value, 1.0 - beta)
+        return self.increment_step(shard, state)
+
+    def _adam_update(self, shard: ParamShard, state: dict[str, Tensor], group: Any, step: Tensor) -> Tensor:
+        """Returns Adam's update with decay. Computed twice per step, since storing it would cost memory."""
+        dtype = shard.tensor.dtype
+        bias_correction1, bias_correction2 = ((1.0 - beta**step).to(dtype) for beta in group["betas"])
+        denominator = (state["exp_avg_sq"] / bias_correction2).sqrt_().add_(group["eps"])
+        update = (state["exp_avg"] / bias_correction1).div_(denominator)
+        return update.add_(shard.tensor.detach(), alpha=group["weight_decay"])
+
+
+class Adafactor(ShardedOptimizer):
+    """Adafactor (Shazeer and Stern 2018) in the variant of `torch.optim.Adafactor`.
+
+    For a matrix it keeps the mean squared gradient of each row and column, where Adam keeps two numbers per element.
+    PyTorch's version does not support shards; here, means and norms are those of the full parameter, summed over the
+    ranks that shard it. The step size is the RMS of the parameter times min(lr, 1/sqrt(step)); there is no first
+    moment."""
+
+    collapsed_dims = {"row_var": -1, "col_var": -2}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        members = list(self.iter_shards())
+        shards = [shard for shard, _, _ in members]
+        all_dims = [range(len(shard.shape)) for shard in shards]
+        steps = [self.increment_step(shard, state) for shard, state, _ in members]
+        weight_squares = sum_over_shards([sum_of_squares(shard.tensor.detach()) for shard in shards], shards, all_dims)
+        row_means = self._update_variances(members, steps)
+        update_squares = [sum_of_squares(self._normalized_update(member, row_means)) for member in members]
+        update_squares = sum_over_shards(update_squares, shards, all_dims)
+        for member, step_number, weight_square, update_square in zip(members, steps, weight_squares, update_squares):
+            shard, _, group = member
+            numel = shard.shape.numel()
+            lr = (weight_square / numel).sqrt().clamp(min=EPS2) * step_number.rsqrt().clamp(max=group["lr"])
+            lr = lr / (update_square / numel).sqrt().clamp(min=1.0)
+            decayed = shard.tensor.detach() * (1.0 - group["lr"] * group["weight_decay"])
+            self.update_weight(shard, decayed - self._normalized_update(member, row_means) * lr.to(decayed.dtype))
+
+    def _update_variances(self, members: list[ShardWithState], steps: list[Tensor]) -> dict[int, Tensor]:
+        """Updates the running variances. Returns the mean over rows of each matrix's `row_var`, by id of its shard."""
+        shards = [shard for shard, _, _ in members if len(shard.shape) > 1]
+        partial_sums, summed_dims = [], []
+        for shard in shards:
+            grad = self.unscaled_grad(shard)
+            partial_sums += [sum_of_squares(grad, dim=-1), sum_of_squares(grad, dim=-2)]
+            summed_dims += [[len(shard.shape) - 1], [len(shard.shape) - 2]]
+        sums = iter(sum_over_shards(partial_sums, [shard for shard in shards for _ in range(2)], summed_dims))
+        for (shard, state, _), step_number in zip(members, steps, strict=True):
+            one_minus_beta2 = (step_number**BETA2_DECAY).to(shard.tensor.dtype)
+            if len(shard.shape) < 2:
+                self.lerp_state(state, "variance", self.unscaled_grad(shard).square(), one_minus_beta2)
+                continue
+            for key, dim in (("row_var", -1), ("col_var", -2)):
+                self.lerp_state(state, key, (next(sums) / shard.shape[dim]).to(shard.tensor.dtype), one_minus_beta2)
+        row_vars = [self.state[shard.tensor]["row_var"] for shard in shards]
+        rows = [row_var.sum(-2, keepdim=True, dtype=torch.float64) for row_var in row_vars]
+        rows = sum_over_shards(rows, shards, [[len(shard.shape) - 2] for shard in shards])
+        return {id(p): (row / p.shape[-2]).to(p.tensor.dtype) for p, row in zip(shards, rows, strict=True)}
+
+    def _normalized_update(self, member: ShardWithState, row_means: dict[int, Tensor]) -> Tensor:
+        """Returns the gradient divided by the square root of its variance. Computed twice per step, to save memory."""
+        shard, state, _ = member
+        if id(shard) in row_means:
+            variance = state["row_var"] @ state["col_var"] / row_means[id(shard)].clamp(min=EPS1)
+        else:
+            variance = state["variance"]
+        return variance.clamp(min=EPS1**2).rsqrt_() * self.unscaled_grad(shard)
 
 
 def sum_of_squares(tensor: Tensor, dim: int | None = None) -> Tensor:

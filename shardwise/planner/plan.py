@@ -14,7 +14,7 @@ from shardwise.errors import LayoutError
 from shardwise.job import Job, load_job
 from shardwise.layout import Layout, solve_batch
 from shardwise.models.config import CODE_BYTES
-from shardwise.optim.offload import BUFFERS, PART
+from shardwise.optim.adamw import BUFFERS, PART
 from shardwise.parallel.prepare import meta_model, prepare
 from shardwise.parallel.torch_pipelining import PipelineOrder
 from shardwise.planner.costs.block_time import KernelProfile

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.adapters.function_modes import KeepFloat64
+from shardwise.adapters.module_chain import KeepFloat64
 from shardwise.errors import CheckpointError, JobError, RunError
 from shardwise.files import write_text
 from shardwise.job import Job

@@ -15,7 +15,7 @@ from shardwise.errors import DataError, JobError, RunError
 from shardwise.job import Job
 from shardwise.models.chain import Chain
 from shardwise.models.config import ModelConfig
-from shardwise.models.kv_cache import KeyValueCache
+from shardwise.models.gpt import KeyValueCache
 from shardwise.train.export import open_checkpoint
 from shardwise.train.local_machine import pick_device, require_memory
 from shardwise.train.run_folder import RunFolder

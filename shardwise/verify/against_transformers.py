@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shardwise.adapters.function_modes import KeepFloat64
-from shardwise.adapters.huggingface.weights import ModuleWeights
+from shardwise.adapters.module_chain import KeepFloat64
 from shardwise.errors import JobError
 from shardwise.job import Job
 from shardwise.models.chain import init_weights
+from shardwise.models.pretrained import ModuleWeights
 from shardwise.train.local_machine import require_memory
 
 TOLERANCE = 1e-10

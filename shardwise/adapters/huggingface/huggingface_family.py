@@ -13,19 +13,16 @@ from pydantic import Field, ValidationError
 from torch import nn
 
 from shardwise.adapters.anatomy import Anatomy
-from shardwise.adapters.context_check import context_refusal
-from shardwise.adapters.huggingface.attention import attend_through_shardwise, register, trial
-from shardwise.adapters.huggingface.experts import dispatch_tokens, expert_count
-from shardwise.adapters.huggingface.fused_loss import can_fuse_loss, fuse_loss, weigh_pairs
-from shardwise.adapters.huggingface.weights import ModuleWeights
+from shardwise.adapters.huggingface import replacements
 from shardwise.adapters.module_family import ModuleConfig, ModuleFamily, check_context, meta_chain
-from shardwise.adapters.split_attention import SPLIT
+from shardwise.adapters.split_attention import SPLIT, context_refusal
 from shardwise.adapters.task import Task
 from shardwise.adapters.tensor_plan import NAMES, guess_plan, make_sharding_plan
 from shardwise.errors import JobError, suggest
 from shardwise.models.layers import positions_in_documents
 from shardwise.models.objectives import MaskedLM, Objective, SpanCorruption, next_token
 from shardwise.models.preference import plain_targets
+from shardwise.models.pretrained import ModuleWeights
 from shardwise.models.pretrained_config import read_config_file
 from shardwise.models.quantize import round_quantized
 from shardwise.models.sharding import ShardingPlan
@@ -161,7 +158,7 @@ class HuggingFaceConfig(ModuleConfig):
 
     @property
     def num_experts(self) -> int:  # type: ignore[override]
-        return expert_count(meta_chain(self).root)
+        return replacements.expert_count(meta_chain(self).root)
 
     @property
     def max_predictions(self) -> int:
@@ -325,8 +322,8 @@ class HuggingFaceFamily(ModuleFamily):
         if "position_ids" not in inspect.signature(module.forward).parameters:
             return "its forward takes no position_ids"
         batch = {"input_ids": torch.zeros(2, config.sequence, dtype=torch.int64)}
-        interface = "transformers' attention interface"
-        return context_refusal(module, chain.anatomy.blocks, batch, lambda b: module(**b), interface, trial(module))
+        interface, trial = "transformers' attention interface", replacements.trial(module)
+        return context_refusal(module, chain.anatomy.blocks, batch, lambda b: module(**b), interface, trial)
 
 
 @lru_cache(maxsize=8)
@@ -340,7 +337,7 @@ def make_task(config: Any) -> Task:
             module: nn.Module = model_class.from_config(own, dtype=torch.float32)  # else it rounds its buffers
         except Exception as error:  # noqa: BLE001 - transformers raises what it likes
             raise _refusal(f"transformers cannot build {config.name}", error) from None
-        if expert_count(module):
+        if replacements.expert_count(module):
             for part in module.modules():
                 if hasattr(part, "_is_expert_parallel"):
                     part.__dict__["stacks_experts"] = True
@@ -354,7 +351,7 @@ def make_task(config: Any) -> Task:
             return logits
         labels = labels[:, -logits.shape[1] :] if kind == "encoder-decoder" else labels
         losses = F.cross_entropy(logits.flatten(0, -2), plain_targets(labels).flatten(), reduction="none")
-        if (weigh := weigh_pairs(labels)) is None:
+        if (weigh := replacements.weigh_pairs(labels)) is None:
             return losses.sum()
         value, weights = weigh(losses.detach())
         weighted = (losses * weights).sum()
@@ -369,7 +366,7 @@ def make_task(config: Any) -> Task:
         positions, current["labels"] = SPLIT.local_positions, batch["labels"]
         split = {} if positions is None else {"position_ids": positions.expand(batch["labels"].shape[0], -1)}
         if SPLIT.document_ids is not None:
-            register()
+            replacements.register()
             restarted = positions_in_documents(SPLIT.document_ids)
             split = {"position_ids": restarted if positions is None else restarted[:, positions]}
         return {name if key == "input_ids" else key: value for key, value in batch.items() if key != "labels"} | split
@@ -387,14 +384,14 @@ def make_task(config: Any) -> Task:
             return
         # While a CUDA graph is captured, transformers' own causal mask is a matrix, which rules out fast kernels.
         if device.type == "cuda" and not check_context(config)[0]:
-            attend_through_shardwise(module)
-        if can_fuse_loss(module, meta_chain(config).root, config.sequence):
-            fuse_loss(module, current)
+            replacements.attend_through_shardwise(module)
+        if replacements.can_fuse_loss(module, meta_chain(config).root, config.sequence):
+            replacements.fuse_loss(module, current)
 
     return Task(
         build, loss, count=lambda batch: (batch["labels"] != -100).sum(), inputs=inputs, configure=configure,
-        casts_inputs=False, split_sequence=attend_through_shardwise, dispatch_tokens=dispatch_tokens,
-        trunk=config.trunk, plan=config.tensor_plan, example_batch=example_batch,
+        casts_inputs=False, split_sequence=replacements.attend_through_shardwise, trunk=config.trunk,
+        dispatch_tokens=replacements.dispatch_tokens, plan=config.tensor_plan, example_batch=example_batch,
     )  # fmt: skip
 
 

@@ -1,12 +1,20 @@
-"""Attention of transformers' models over a sequence that is split over ranks.
+"""What replaces parts of transformers' models: attention, experts and the head.
 
-Each rank has the queries of its own positions. Plain attention, causal or not, is our ring or Ulysses attention. With
-a sliding window, a softcap or sinks, keys and values are all-gathered, and transformers' own mask function is evaluated
-at this rank's positions. Both are registered with transformers under the name "shardwise".
+Attention over a sequence that is split over ranks: each rank has the queries of its own positions. Plain attention,
+causal or not, is our ring or Ulysses attention. With a sliding window, a softcap or sinks, keys and values are
+all-gathered, and transformers' own mask function is evaluated at this rank's positions. Both are registered with
+transformers under the name "shardwise".
+
+Experts on the ranks of the expert axis: a rank keeps some of the experts that a module of transformers has stacked.
+Tokens are sorted by expert, sent to the ranks that have them, go through the module's own forward with one expert each,
+and come back to be weighted and summed.
+
+The fused loss of causal language models: their head computes the loss, and never all logits.
 """
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +23,12 @@ from torch import Tensor, nn
 
 from shardwise.adapters import split_attention
 from shardwise.adapters.split_attention import SPLIT, positions
-from shardwise.comm.collectives import all_gather_with_grad
+from shardwise.comm.collectives import all_gather_with_grad, all_reduce
 from shardwise.errors import LayoutError
+from shardwise.models.loss import fused_linear_cross_entropy, loss_chunk_size
+from shardwise.models.moe import SortByExpert, WeightedSum, tokens_per_expert
+from shardwise.models.preference import Weigh, plain_targets, preference_weights
+from shardwise.models.trace import with_fake_tensors
 
 NAME = "shardwise"
 
@@ -122,3 +134,72 @@ def attention(
         scores = torch.cat((scores, sinks), -1)
     weights = scores.softmax(-1)[..., : key.shape[2]]
     return (weights @ value).transpose(1, 2).contiguous(), None
+
+
+def expert_count(module: nn.Module) -> int:
+    """Returns how many experts the layers of a module have; 0 if there are none, or they cannot be split."""
+    layers = [part for part in module.modules() if hasattr(part, "_is_expert_parallel")]
+    counts = {weight.shape[0] for part in layers for weight in part.parameters()}
+    counts |= {getattr(part, "num_experts", 0) for part in layers}
+    return int(counts.pop()) if len(counts) == 1 else 0
+
+
+def dispatch_tokens(experts: Any, dispatcher: Any) -> None:
+    """Makes an experts module, which keeps this rank's experts, exchange tokens with the other ranks."""
+    count, ranks, forward = experts.num_experts, dispatcher.axis.size, experts.forward
+    experts.num_experts = count // ranks
+
+    def run(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        choices = top_k_index.flatten()
+        order = choices.argsort(stable=True)
+        inverse = order.argsort()
+        rows = SortByExpert.apply(hidden_states, order, inverse)
+        rows, counts, state = dispatcher.dispatch(rows, tokens_per_expert(choices, count))
+        local = torch.arange(count // ranks, device=rows.device).repeat_interleave(counts, output_size=rows.shape[0])
+        rows = forward(rows, local[:, None], torch.ones_like(local[:, None], dtype=top_k_weights.dtype))
+        rows = WeightedSum.apply(dispatcher.combine(rows, state), top_k_weights, order, inverse)
+        return rows.to(hidden_states.dtype)
+
+    experts.forward = torch.compiler.disable(run)
+
+
+def can_fuse_loss(module: Any, whole: Any, sequence: int) -> bool:
+    """Whether a module has its head whole and returns what the head computes, unchanged. `whole` is the same module on
+    the meta device, before it was split."""
+    head, whole_head = module.get_output_embeddings(), whole.get_output_embeddings()
+    if type(whole_head) is not nn.Linear or whole_head.bias is not None or head.weight.shape != whole_head.weight.shape:
+        return False
+    seen: list[Tensor] = []
+    handle = whole_head.register_forward_hook(lambda head, args, logits: seen.append(logits))
+    whole.eval()  # nothing is drawn at random
+    try:
+        with handle, with_fake_tensors(whole), torch.no_grad():
+            logits = whole(input_ids=torch.zeros(2, sequence, dtype=torch.int64)).logits
+    except Exception:  # noqa: BLE001 - a forward that needs more raises what it likes; its loss is then computed whole
+        return False
+    finally:
+        whole.train()
+    return len(seen) == 1 and logits is seen[0]
+
+
+def weigh_pairs(labels: Tensor) -> Weigh | None:
+    """Returns what makes DPO's loss of the losses of all positions; None if the samples are not pairs of answers."""
+    if SPLIT.preference is None:
+        return None
+    axis = SPLIT.axis
+    all_reduce_sum = None if axis is None else partial(all_reduce, axis=axis)
+    return preference_weights(labels, SPLIT.preference, all_reduce_sum, 1 if axis is None else axis.size)
+
+
+def fuse_loss(module: Any, labels: dict[str, Tensor]) -> None:
+    """Makes the head return the loss instead of logits, summed over the targets in `labels["labels"]`. In a pipeline,
+    where many micro-batches wait for their backward, all logits are computed at once."""
+    head = module.get_output_embeddings()
+    is_pipelined = any("is_passed_over" in part.__dict__ for part in module.modules())
+    chunk_size = 0 if is_pipelined else loss_chunk_size(head.weight.shape[0])
+
+    def forward(x: Tensor) -> Tensor:
+        targets, weigh = plain_targets(labels["labels"]).flatten(), weigh_pairs(labels["labels"])
+        return fused_linear_cross_entropy(x.flatten(0, -2), head.weight, targets, None, chunk_size, weigh=weigh)
+
+    head.forward = forward
