@@ -18,7 +18,7 @@ from shardwise.planner.costs.machine import LOW_PRECISION, Efficiency, Machine, 
 from shardwise.planner.costs.memory_model import FrameworkProfile, MemoryInputs, RankMemory
 from shardwise.planner.costs.model_shape import ModelShape
 from shardwise.planner.estimate import Estimator, memory_inputs_key
-from shardwise.schedules.closed_form import lower_bound
+from shardwise.schedules.simulate import lower_bound
 
 CONSTANTS = tomllib.loads((Path(__file__).parent / "frameworks.toml").read_text(encoding="utf-8"))["common"]
 BUCKET_GROWTH_RANKS = 40  # data ranks above which Megatron-Core's gradient buckets grow with their number

@@ -17,8 +17,7 @@ from shardwise.parallel.prepare import cut_stages, forward_flops
 from shardwise.planner.estimate import Estimator
 from shardwise.planner.plan import make_estimator
 from shardwise.planner.search import class_layouts, class_lower_bound, layout_classes, search
-from shardwise.schedules.closed_form import lower_bound
-from shardwise.schedules.simulate import StageCosts, named_program, simulate, step_seconds
+from shardwise.schedules.simulate import StageCosts, lower_bound, named_program, simulate, step_seconds
 
 GIB = 2**30
 

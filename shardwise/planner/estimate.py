@@ -13,8 +13,7 @@ from shardwise.planner.costs.engine_memory import EngineModel
 from shardwise.planner.costs.machine import Machine
 from shardwise.planner.costs.memory_model import FrameworkProfile, MemoryInputs, RankMemory, StageLayers
 from shardwise.planner.costs.model_shape import ModelShape
-from shardwise.schedules.closed_form import lower_bound
-from shardwise.schedules.simulate import Simulation, StageCosts, step_seconds
+from shardwise.schedules.simulate import Simulation, StageCosts, lower_bound, step_seconds
 from shardwise.schedules.synthesize import make_auto_schedule
 
 

@@ -16,9 +16,17 @@ from random import Random
 from shardwise.console import pluralize
 from shardwise.errors import LayoutError
 from shardwise.layout import AUTO_SCHEDULES, V_SHAPED, Layout, micro_batch_error
-from shardwise.schedules.closed_form import InFlightCounts, lower_bound
 from shardwise.schedules.list_scheduler import ListScheduler, PriorityRules, SchedulingProblem
-from shardwise.schedules.simulate import Action, Simulation, StageCosts, build_program, named_program, simulate
+from shardwise.schedules.simulate import (
+    Action,
+    InFlightCounts,
+    Simulation,
+    StageCosts,
+    build_program,
+    lower_bound,
+    named_program,
+    simulate,
+)
 
 GAP_FRACTIONS = (0.0, 0.5, 1.0)
 TOLERANCE = 2e-3  # the search stops within this fraction of the lower bound

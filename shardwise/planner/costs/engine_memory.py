@@ -19,7 +19,7 @@ from shardwise.parallel.prepare import cut_stages, forward_flops, meta_model
 from shardwise.parallel.tensor import splits_evenly
 from shardwise.planner.costs import cached_by
 from shardwise.planner.costs.memory_model import FrameworkProfile, RankMemory, StageLayers
-from shardwise.schedules.closed_form import InFlightCounts, schedule_peak_in_flight
+from shardwise.schedules.simulate import InFlightCounts, schedule_peak_in_flight
 
 
 class EngineModel:
