@@ -13,8 +13,16 @@ from pathlib import Path
 
 from shardwise.layout import Layout
 from shardwise.planner.costs import cached_by
-from shardwise.planner.costs.block_time import BlockTimeModel, KernelProfile, ModuleTime, ParallelDegrees
-from shardwise.planner.costs.machine import LOW_PRECISION, Efficiency, Machine, efficiency_of
+from shardwise.planner.costs.machine import (
+    LOW_PRECISION,
+    BlockTimeModel,
+    Efficiency,
+    KernelProfile,
+    Machine,
+    ModuleTime,
+    ParallelDegrees,
+    efficiency_of,
+)
 from shardwise.planner.costs.memory_model import FrameworkProfile, MemoryInputs, RankMemory
 from shardwise.planner.costs.model_shape import ModelShape
 from shardwise.planner.estimate import Estimator, memory_inputs_key

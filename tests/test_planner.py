@@ -17,8 +17,7 @@ from shardwise.errors import JobError
 from shardwise.job import make_job
 from shardwise.layout import Layout
 from shardwise.models.gpt import build_gpt
-from shardwise.planner.costs.block_time import KernelProfile
-from shardwise.planner.costs.machine import Machine, efficiency_of
+from shardwise.planner.costs.machine import KernelProfile, Machine, efficiency_of
 from shardwise.planner.costs.memory_model import FrameworkProfile
 from shardwise.planner.costs.model_shape import shape_of
 from shardwise.planner.estimate import Estimator, split_evenly

@@ -28,8 +28,7 @@ from shardwise.models.t5_family import T5Config
 from shardwise.models.trace import interpolate_traces, trace_module
 from shardwise.parallel.precision import Precision
 from shardwise.parallel.prepare import forward_flops
-from shardwise.planner.costs.block_time import KernelProfile
-from shardwise.planner.costs.machine import Machine, efficiency_of
+from shardwise.planner.costs.machine import KernelProfile, Machine, efficiency_of
 from shardwise.planner.costs.memory_model import block_activation_bytes, engine_profile
 from shardwise.planner.costs.model_shape import OperatorListModel, shape_of
 from shardwise.planner.operator_list_estimate import OperatorListEstimator

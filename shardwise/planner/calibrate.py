@@ -32,8 +32,7 @@ from shardwise.job import DecoderConfig, make_job
 from shardwise.models.chain import init_weights
 from shardwise.models.gpt import DecoderBlock, build_gpt
 from shardwise.parallel.parallelize import ACTIVATION_MEMORY_BUDGET
-from shardwise.planner.costs.block_time import BlockTimeModel, KernelProfile, ParallelDegrees
-from shardwise.planner.costs.machine import Machine, efficiency_of
+from shardwise.planner.costs.machine import BlockTimeModel, KernelProfile, Machine, ParallelDegrees, efficiency_of
 from shardwise.planner.costs.model_shape import shape_of
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -8,9 +8,8 @@ from typing import NamedTuple
 
 from shardwise.layout import AUTO_SCHEDULES, V_SHAPED, Layout
 from shardwise.planner.costs import cached_by, memory_model
-from shardwise.planner.costs.block_time import BlockTimeModel, KernelProfile, ModuleTime, ParallelDegrees
 from shardwise.planner.costs.engine_memory import EngineModel
-from shardwise.planner.costs.machine import Machine
+from shardwise.planner.costs.machine import BlockTimeModel, KernelProfile, Machine, ModuleTime, ParallelDegrees
 from shardwise.planner.costs.memory_model import FrameworkProfile, MemoryInputs, RankMemory, StageLayers
 from shardwise.planner.costs.model_shape import ModelShape
 from shardwise.schedules.simulate import Simulation, StageCosts, lower_bound, step_seconds

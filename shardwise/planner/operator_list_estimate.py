@@ -14,8 +14,7 @@ from statistics import fmean as mean
 from shardwise.layout import Layout
 from shardwise.models.operator_costs import OperatorCosts
 from shardwise.planner.costs import cached_by
-from shardwise.planner.costs.block_time import KernelProfile, ModuleTime, ParallelDegrees
-from shardwise.planner.costs.machine import Machine
+from shardwise.planner.costs.machine import KernelProfile, Machine, ModuleTime, ParallelDegrees
 from shardwise.planner.costs.memory_model import MemoryInputs
 from shardwise.planner.costs.model_shape import OperatorListModel
 from shardwise.planner.estimate import Estimator, memory_inputs_key

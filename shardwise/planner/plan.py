@@ -17,9 +17,8 @@ from shardwise.models.config import CODE_BYTES
 from shardwise.optim.adamw import BUFFERS, PART
 from shardwise.parallel.prepare import meta_model, prepare
 from shardwise.parallel.torch_pipelining import PipelineOrder
-from shardwise.planner.costs.block_time import KernelProfile
 from shardwise.planner.costs.engine_memory import EngineModel
-from shardwise.planner.costs.machine import Machine, efficiency_of
+from shardwise.planner.costs.machine import KernelProfile, Machine, efficiency_of
 from shardwise.planner.costs.memory_model import engine_profile
 from shardwise.planner.costs.model_shape import ModelShape, OperatorListModel, shape_of
 from shardwise.planner.estimate import Estimator, Prediction
