@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.errors import CheckpointError, RunError
-from shardwise.files import fsync_and_rename
+from shardwise.files import fsync_and_rename, os_errors_as
 from shardwise.host_memory import in_huge_pages, pack, page_lock, unpack
 from shardwise.models.quantize import CODES, SCALES
 from shardwise.optim.param_shard import ParamShard
@@ -162,10 +162,8 @@ class CheckpointManager:
         return snapshot["state"]
 
     def _prepare_folder(self) -> None:
-        try:
+        with os_errors_as(CheckpointError, f"cannot create the checkpoint folder {self.folder}"):
             self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"cannot create the checkpoint folder {self.folder}: {error.strerror}.") from None
         checkpoint_folder.remove_partials(self.folder)
 
     def _wait(self) -> None:
