@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from shardwise.comm.collectives import all_gather_json, broadcast_json
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, JobError
 from shardwise.files import parse_json
 from shardwise.host_memory import num_threads
 
@@ -95,7 +95,7 @@ class CheckpointGroup:
             raise
         result, kind, message = broadcast_json(outcome, self.group)
         if kind is not None:
-            known = {error.__name__: error for error in (CheckpointError, DamagedCheckpoint)}
+            known = {error.__name__: error for error in (CheckpointError, DamagedCheckpoint, JobError)}
             raise known.get(kind, RuntimeError)(message)
         return result
 
