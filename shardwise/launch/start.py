@@ -177,7 +177,7 @@ def _start_run(job: Job, say: Say, options: StartOptions, fork_server: ForkServe
         if store is not None:
             uploader = RunUploader(store, partial(folder.tell_event, say), job.checkpoint.keep)
             ownership.enter_context(uploader.running())
-        launch(folder, layout, resumed is not None, fork_server, environment=environment)
+        launch(folder, layout, resume=resumed is not None, fork_server=fork_server, environment=environment)
         is_finished = has_finished(folder)
         if environment.is_main:
             print_end_of_run(folder.path, say)
