@@ -150,27 +150,23 @@ def _token_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataR
 
 def _synthetic_sources(job: Job) -> tuple[Source, Source]:
     # Validation samples come after the training samples and follow the same rules, which depend on the seed.
-    count, model = job.data.samples, cast(Any, job.model)
+    count = job.data.samples
     num_held_out = _num_held_out(count + 1, job.data.validation_fraction)  # + 1: they are extra samples
-    if model.sample_kind == "images":
-        held_out = SyntheticImages(num_held_out, model.image_size, model.num_classes, job.seed, first_index=count)
-        return synthetic_source(job, count), held_out
-    if model.sample_kind == "clicks":
-        return synthetic_source(job, count), criteo.SyntheticClicks(model, count, num_held_out, job.seed)
-    source = synthetic_source(job, count + num_held_out)
-    return Subset(source, 0, count), Subset(source, count, len(source))
+    return synthetic_source(job, count), synthetic_source(job, num_held_out, first=count)
 
 
-def synthetic_source(job: Job, count: int) -> Source:
-    """Returns samples that need no files, for any model."""
+def synthetic_source(job: Job, count: int, first: int = 0) -> Source:
+    """Returns samples that need no files, for any model; those after the first ones are for validation."""
     model: Any = job.model
     if brought := job.family.sources(model):
         return cast(Source, brought[0])
     if model.sample_kind == "clicks":
-        return criteo.SyntheticClicks(model, 0, count, job.seed)
+        return criteo.SyntheticClicks(model, first, count, job.seed)
     if model.sample_kind == "images":
-        return SyntheticImages(count, model.image_size, model.num_classes, job.seed, make_augmentation(job))
-    return SyntheticTokens(count, model.text_window, model.vocab_size - model.reserved_ids, job.seed)
+        augmentation = None if first else make_augmentation(job)
+        return SyntheticImages(count, model.image_size, model.num_classes, job.seed, augmentation, first)
+    tokens = SyntheticTokens(first + count, model.text_window, model.vocab_size - model.reserved_ids, job.seed)
+    return Subset(tokens, first, first + count) if first else tokens
 
 
 def _click_sources(job: Job, bad_records: BadRecords, record: DataRecord) -> tuple[Source, Source]:
