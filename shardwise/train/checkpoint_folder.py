@@ -264,11 +264,10 @@ class HashedFileWriter(io.BufferedWriter):
             raise self.os_error  # torch.save turns a full disk into "unexpected pos"
 
     def close(self) -> None:
-        if self.closed:
-            return
         try:
-            self.flush()
-            os.fsync(self.fileno())
+            if not self.closed:
+                self.flush()
+                os.fsync(self.fileno())
         finally:
             super().close()
 
