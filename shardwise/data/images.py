@@ -51,14 +51,12 @@ class ImageAugmentation:
         margin = image_size // 8 if "crop" in self.names else 0
         padded = np.pad(images, ((0, 0), (0, 0), (margin, margin), (margin, margin)))
         row, column, flip = self._uniform("moved", positions, 3)
-        tops = (row * (2 * margin + 1)).astype(int).tolist()
-        lefts = (column * (2 * margin + 1)).astype(int).tolist()
-        flips = ((flip < 0.5) & ("flip" in self.names)).tolist()
-        augmented = np.empty_like(images)
-        for out, image, top, left, is_flipped in zip(augmented, padded, tops, lefts, flips, strict=True):
-            crop = image[:, top : top + image_size, left : left + image_size]
-            out[...] = crop[:, :, ::-1] if is_flipped else crop
-        return augmented
+        tops, lefts = ((2 * margin + 1) * part for part in (row, column))
+        windows = np.lib.stride_tricks.sliding_window_view(padded, (image_size, image_size), (2, 3))
+        crops = windows[np.arange(len(images)), :, tops.astype(int), lefts.astype(int)]
+        is_flipped = (flip < 0.5) & ("flip" in self.names)
+        crops[is_flipped] = crops[is_flipped][..., ::-1]
+        return crops
 
     def _colour_jitter(self, images: np.ndarray, positions: np.ndarray) -> np.ndarray:
         jitter = (0.4 * self._uniform("colour", positions, 3) - 0.2).astype(np.float32)[:, :, None, None]
