@@ -375,9 +375,7 @@ def init_optimizer_state(index: Index, optimizer: Optimizer, param_shards: list[
 
 def check_matches_model(path: Path, index: Index, needed: dict[str, torch.Size], group: CheckpointGroup) -> None:
     """Raises CheckpointError, on every rank, if the checkpoint's parameters are not those of the model."""
-    all_shapes: dict[str, torch.Size] = {}
-    for part in group.all_gather(needed):
-        all_shapes.update(part)
+    all_shapes = {name: shape for part in group.all_gather(needed) for name, shape in part.items()}
     for name in sorted(all_shapes.keys() | {name for name in index if name.startswith("weights.")}):
         expected = list(all_shapes[name]) if name in all_shapes else "nothing"
         stored = index[name]["shape"] if name in index else "nothing"
