@@ -63,8 +63,10 @@ def make_sources(
     given = SAMPLE_KINDS.get(source, wanted)
     if given != wanted and wanted == "tokens":
         raise DataError(f"data.source = {source!r} has {given}, but model.name = {job.model.name!r} reads tokens.")
-    if source == "synthetic":
-        return *_synthetic_sources(job), None
+    if source == "synthetic":  # validation samples come after those for training and follow the same rules
+        count = job.data.samples
+        num_held_out = _num_held_out(count + 1, job.data.validation_fraction)  # + 1: they are extra samples
+        return synthetic_source(job, count), synthetic_source(job, num_held_out, first=count), None
     if wanted == "clicks":
         return *_click_sources(job, bad_records, record), None
     if wanted == "images":
@@ -126,13 +128,9 @@ def _image_sources(job: Job, model: Any, bad_records: BadRecords, record: DataRe
         raise DataError(f"data.source = {job.data.source!r} has no images; use cifar10 or synthetic.")
     if model.image_size != IMAGE_SIZE or model.num_classes < NUM_CLASSES:
         raise DataError(f"CIFAR-10 needs model.image_size = {IMAGE_SIZE} and model.num_classes = {NUM_CLASSES}.")
-    training, held_out = open_cifar10(job.data.path, bad_records, make_augmentation(job))
+    training, held_out = open_cifar10(job.data.path, bad_records, ImageAugmentation(job.data.augment, job.seed))
     record.take([*training.paths, *held_out.paths])
     return training, held_out
-
-
-def make_augmentation(job: Job) -> ImageAugmentation | None:
-    return ImageAugmentation(job.data.augment, job.seed) if job.data.augment else None
 
 
 def _token_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataRecord) -> Sources:
@@ -148,13 +146,6 @@ def _token_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataR
     return Subset(source, 0, first_held_out), Subset(source, first_held_out, len(source)), tokenizer
 
 
-def _synthetic_sources(job: Job) -> tuple[Source, Source]:
-    # Validation samples come after the training samples and follow the same rules, which depend on the seed.
-    count = job.data.samples
-    num_held_out = _num_held_out(count + 1, job.data.validation_fraction)  # + 1: they are extra samples
-    return synthetic_source(job, count), synthetic_source(job, num_held_out, first=count)
-
-
 def synthetic_source(job: Job, count: int, first: int = 0) -> Source:
     """Returns samples that need no files, for any model; those after the first ones are for validation."""
     model: Any = job.model
@@ -163,7 +154,7 @@ def synthetic_source(job: Job, count: int, first: int = 0) -> Source:
     if model.sample_kind == "clicks":
         return criteo.SyntheticClicks(model, first, count, job.seed)
     if model.sample_kind == "images":
-        augmentation = None if first else make_augmentation(job)
+        augmentation = None if first else ImageAugmentation(job.data.augment, job.seed)
         return SyntheticImages(count, model.image_size, model.num_classes, job.seed, augmentation, first)
     tokens = SyntheticTokens(first + count, model.text_window, model.vocab_size - model.reserved_ids, job.seed)
     return Subset(tokens, first, first + count) if first else tokens
