@@ -34,7 +34,7 @@ from shardwise.train.export import export_run
 from shardwise.train.loop import TrainingLoop
 from shardwise.train.run_folder import RunFolder
 from shardwise.train.warm_start import name_step
-from shardwise.verify.against_transformers import compare_with_transformers
+from shardwise.verify.command import compare_with_transformers
 from shardwise.verify.parity import verify
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "reference" / "weights.md"

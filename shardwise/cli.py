@@ -147,8 +147,8 @@ def verify(
 def _verify_against(job: Any, against: str, shrink: bool, as_json: bool) -> None:
     if against != "hf":
         raise JobError(f"--against {against} is unknown; known: hf.")
-    job = quick_import("shardwise.verify.command").shrink_model(job) if shrink else job
-    found = quick_import("shardwise.verify.against_transformers").compare_with_transformers(job)
+    command = quick_import("shardwise.verify.command")
+    found = command.compare_with_transformers(command.shrink_model(job) if shrink else job)
     print_line(json.dumps(vars(found) | {"ok": found.ok}) if as_json else found.text())
     if not found.ok:
         raise typer.Exit(1)

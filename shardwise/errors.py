@@ -1,15 +1,5 @@
-"""The errors that Shardwise raises on purpose.
-
-    ShardwiseError
-    ├── UserError            the user can fix it: exit code 2, one or two sentences, no traceback
-    │   ├── JobError         a wrong key or value in the job file
-    │   ├── LayoutError      an impossible layout
-    │   ├── DataError        unreadable or unsuitable training data
-    │   ├── CheckpointError  no loadable checkpoint
-    │   └── StoreError       an object store that cannot be read or written
-    └── RunError             something failed during a run: exit code 1
-
-A message has four parts: what is wrong, the offending value, the rule, the remedy.
+"""The errors that Shardwise raises on purpose. A message has four parts: what is wrong, the offending value, the rule,
+the remedy.
 """
 
 import difflib
@@ -23,31 +13,33 @@ class ShardwiseError(Exception):
 
 
 class UserError(ShardwiseError):
+    """The user can fix it: exit code 2, one or two sentences, no traceback."""
+
     exit_code = 2
 
 
 class JobError(UserError):
-    pass
+    """A wrong key or value in the job file."""
 
 
 class LayoutError(UserError):
-    pass
+    """An impossible layout."""
 
 
 class DataError(UserError):
-    pass
+    """Unreadable or unsuitable training data."""
 
 
 class CheckpointError(UserError):
-    pass
+    """No loadable checkpoint."""
 
 
 class StoreError(UserError):
-    pass
+    """An object store that cannot be read or written."""
 
 
 class RunError(ShardwiseError):
-    pass
+    """Something failed during a run: exit code 1."""
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

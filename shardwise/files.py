@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from shardwise.errors import DataError, JobError, shorten
+from shardwise.errors import DataError, JobError, ShardwiseError, shorten
 
 try:
     import fcntl
@@ -72,6 +72,15 @@ def require_parent_folder(*paths: Path | None) -> None:
             raise JobError(f"{path} is a folder; give the path of a file.")
         if path is not None and not path.parent.is_dir():
             raise JobError(f"{path}: the folder {path.parent} does not exist; create it first.")
+
+
+@contextmanager
+def os_errors_as(kind: type[ShardwiseError], problem: str) -> Iterator[None]:
+    """Turns an OSError into an error of this kind: the problem, and what the system says."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{problem}: {error.strerror or error}.") from None
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from shardwise.models.registry import families, family_name, family_of, named_fa
 from shardwise.peer_words import job_hint
 
 _COMPRESSION = re.compile(r"|fp16|bf16|int8|onebit|topk:0?\.\d{0,9}[1-9]\d{0,9}|powersgd(:rank=[1-9]\d{0,4})?")
+_REPLACED_KEYS = {"batch.samples": "tokens", "batch.tokens": "samples", "steps": "tokens", "tokens": "steps"}
 _GATE = re.compile(r"\s*(<=|>=|<|>)\s*([-+]?[\d.]+(?:e[-+]?\d+)?)\s*", re.IGNORECASE)
 
 
@@ -382,10 +383,7 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
         if not isinstance(section_values, dict):
             raise JobError(f"--set {key}: {section!r} is a value, not a section.")
     section_values[leaf] = value
-    if leaf in ("samples", "tokens") and sections == ["batch"]:
-        section_values.pop("tokens" if leaf == "samples" else "samples", None)
-    if not sections and leaf in ("steps", "tokens"):
-        section_values.pop("tokens" if leaf == "steps" else "steps", None)
+    section_values.pop(_REPLACED_KEYS.get(key, ""), None)
 
 
 def describe_problems(problems: Sequence[Any], family: str) -> list[str]:

@@ -37,14 +37,11 @@ MAX_ACTIONS = 10**6  # of a pipeline schedule: it is written out in full before 
 class Layout:
     """How one job is parallelized. The defaults describe a single process."""
 
-    pipeline: int = 1
-    """Ranks that each hold some of the layers (pipeline parallelism)."""
-    replicate: int = 1
-    """Replicas of the model, each training on different samples."""
+    pipeline: int = 1  # Ranks that each hold some of the layers (pipeline parallelism)
+    replicate: int = 1  # Replicas of the model, each training on different samples
     shard: int = 1
     """Ranks that shard optimizer states, gradients or weights (see `zero`), each training on different samples."""
-    context: int = 1
-    """Ranks that each hold a part of every sequence (context parallelism)."""
+    context: int = 1  # Ranks that each hold a part of every sequence (context parallelism)
     context_method: str = "ring"
     """How context ranks attend: `ring` passes keys and values around; `ulysses` gives each rank some heads of the full
     sequence."""
@@ -60,12 +57,10 @@ class Layout:
     """Pipeline stages per rank; 0 uses the schedule's default (2 for interleaved and V-shaped ones, otherwise 1)."""
     micro_batch: int = 0
     """Samples per micro-batch; 0 chooses it from the global batch (see [micro-batches](#micro-batches))."""
-    zero: int = 1
-    """ZeRO stage of `shard`: 1 shards optimizer states, 2 also gradients, 3 also weights (FSDP)."""
+    zero: int = 1  # ZeRO stage of `shard`: 1 shards optimizer states, 2 also gradients, 3 also weights (FSDP)
     recompute: str = "none"
     """Activation checkpointing: none, selective, full, or the fraction of blocks that keep their activations."""
-    stages: tuple[int, ...] = ()
-    """Layers per pipeline stage (`stages=3,5`); empty balances the stages by cost."""
+    stages: tuple[int, ...] = ()  # Layers per pipeline stage (`stages=3,5`); empty balances the stages by cost
 
     def __post_init__(self) -> None:
         for axis in DEGREES:

@@ -6,7 +6,6 @@
 Start it with `python train.py`, which starts the layout's processes itself, or with `torchrun train.py`.
 """
 
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +46,7 @@ class Run:
     @property
     def metrics(self) -> list[dict[str, Any]]:
         """One row per step: step, loss, grad_norm, lr, ..."""
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return list(RunFolder(self.folder).metrics())
 
     @property
     def loss(self) -> float:

@@ -9,7 +9,7 @@ import pytest
 from shardwise.errors import JobError
 from shardwise.job import make_job
 from shardwise.models import pretrained
-from shardwise.verify.against_transformers import compare_with_transformers
+from shardwise.verify.command import compare_with_transformers
 
 SIZES = {"layers": 3, "width": 32, "heads": 4, "ffn": 48, "vocab": 61, "sequence": 16}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}

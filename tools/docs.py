@@ -385,8 +385,16 @@ def limits() -> str:
 
 
 def error_tree() -> str:
-    tree = (errors.__doc__ or "").split("\n\n")[1]
-    return f"```text\n{textwrap.dedent(tree)}\n```"
+    def branches(parent: type, indent: str = "") -> Iterator[str]:
+        kinds = [kind for kind in parent.__subclasses__() if kind.__module__ == errors.__name__]
+        for kind in kinds:
+            fork, margin = ("└── ", "    ") if kind is kinds[-1] else ("├── ", "│   ")
+            text = (kind.__doc__ or "").rstrip(".")
+            yield f"{indent + fork + kind.__name__:<25}{text[:1].lower()}{text[1:]}"
+            yield from branches(kind, indent + margin)
+
+    tree = "\n".join([errors.ShardwiseError.__name__, *branches(errors.ShardwiseError)])
+    return f"```text\n{tree}\n```"
 
 
 BLOCKS: dict[str, Callable[[], str]] = {

@@ -3,6 +3,7 @@ agree."""
 
 import json
 import random
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -105,16 +106,13 @@ def run_chaos(job_file: Path | None, settings: list[str], faults: int, seed: int
     if layout.world == 1:
         raise JobError(f"layout '{layout}' has one process, which runs without a supervisor; chaos needs two or more.")
     drawn, runs = draw_faults(faults, seed, layout, job), []
-    fork_server = ForkServer(FAULTY_WORKER)
-    try:
+    with closing(ForkServer(FAULTY_WORKER)) as fork_server:
         for name, injected in (("baseline", []), ("faulty", drawn)):
             say(f"run with {pluralize(len(injected), 'fault')}:" if injected else "run without faults:")
             run = RunFolder.create(_derive_job(job, name, faults))
             inject_faults(run.path, injected)
             launch(run, layout, resume=False, entry=f"{FAULTY_WORKER}:main", fork_server=fork_server)
             runs.append(run)
-    finally:
-        fork_server.close()
     return evaluate_run(str(layout), drawn, *runs)
 
 

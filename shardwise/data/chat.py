@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from shardwise.console import pluralize
-from shardwise.data.chat_template import MARKS, ChatTemplate, Messages, Span
+from shardwise.data.chat_template import MARKS, ChatTemplate, Messages
 from shardwise.data.input_files import BadRecords, DataFile
 from shardwise.data.sample_stream import CountedSource, Samples
 from shardwise.data.text import parse_object
@@ -108,15 +108,6 @@ def read_conversations(
                     bad_records.report(DataError(f"{where}: {error}"))
 
 
-def read_samples(
-    data: DataConfig, files: Sequence[DataFile], template: ChatTemplate, bad_records: BadRecords, pairs: bool
-) -> Iterator[tuple[str, str, list[Span]]]:
-    """Yields where each sample stands, its text, and which parts of that count towards the loss."""
-    mark = partial(template.mark, train_on="last" if pairs else data.train_on)
-    for where, samples in read_conversations(files, bad_records, mark, pairs):
-        yield from ((where, text, spans) for text, spans in samples)
-
-
 def encode_chats(
     data: DataConfig, files: Sequence[DataFile], tokenizer: Tokenizer, template: ChatTemplate, folder: Path,
     bad_records: BadRecords, pairs: bool,
@@ -126,7 +117,9 @@ def encode_chats(
     together = 1 + pairs
 
     def arrays() -> Iterator[np.ndarray]:
-        samples = read_samples(data, files, template, bad_records, pairs)
+        mark = partial(template.mark, train_on="last" if pairs else data.train_on)
+        found = read_conversations(files, bad_records, mark, pairs)
+        samples = ((where, text, spans) for where, marked in found for text, spans in marked)
         while batch := list(islice(samples, 1000)):
             values = []
             for (_, _, spans), (ids, first, last) in zip(batch, tokenizer.encode_chat([text for _, text, _ in batch])):

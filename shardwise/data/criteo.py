@@ -22,6 +22,7 @@ from torch import Tensor
 from shardwise.data.input_files import BadRecords, DataFile
 from shardwise.data.sample_stream import CountedSource, Samples
 from shardwise.errors import DataError
+from shardwise.files import os_errors_as
 from shardwise.models.chain import IGNORE_INDEX
 from shardwise.models.dlrm_family import DLRMConfig
 from shardwise.random import GOLDEN_GAMMA, hash_key_uint64, mix64_numpy, to_unit_interval
@@ -167,15 +168,12 @@ class CriteoClicks(ClickSource):
 def index_criteo_file(extent: DataFile) -> tuple[np.ndarray, int]:
     """Reads it once; returns the byte offsets of every 16th line and of the end, and the number of lines."""
     offsets, lines, position, last_byte = [0], 0, 0, b"\n"
-    try:
-        with extent.open() as file:
-            while chunk := file.read(1 << 24):
-                ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n"))
-                indexed_ends = ends[LINES_PER_OFFSET - 1 - lines % LINES_PER_OFFSET :: LINES_PER_OFFSET]
-                offsets += (indexed_ends + position + 1).tolist()
-                lines, position, last_byte = lines + len(ends), position + len(chunk), chunk[-1:]
-    except OSError as error:
-        raise DataError(f"data.path = '{extent.path}' cannot be read: {error.strerror}.") from None
+    with os_errors_as(DataError, f"data.path = '{extent.path}' cannot be read"), extent.open() as file:
+        while chunk := file.read(1 << 24):
+            ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n"))
+            indexed_ends = ends[LINES_PER_OFFSET - 1 - lines % LINES_PER_OFFSET :: LINES_PER_OFFSET]
+            offsets += (indexed_ends + position + 1).tolist()
+            lines, position, last_byte = lines + len(ends), position + len(chunk), chunk[-1:]
     if last_byte != b"\n":
         lines += 1  # the last line has no newline
     if not lines:

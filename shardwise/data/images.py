@@ -20,6 +20,7 @@ import torch
 from shardwise.data.input_files import BadRecords
 from shardwise.data.sample_stream import CountedSource, Samples
 from shardwise.errors import DataError
+from shardwise.files import os_errors_as
 from shardwise.random import GOLDEN_GAMMA, hash_key_uint64, mix64_numpy, to_unit_interval
 
 IMAGE_SIZE, NUM_CLASSES = 32, 10
@@ -50,14 +51,12 @@ class ImageAugmentation:
         margin = image_size // 8 if "crop" in self.names else 0
         padded = np.pad(images, ((0, 0), (0, 0), (margin, margin), (margin, margin)))
         row, column, flip = self._uniform("moved", positions, 3)
-        tops = (row * (2 * margin + 1)).astype(int).tolist()
-        lefts = (column * (2 * margin + 1)).astype(int).tolist()
-        flips = ((flip < 0.5) & ("flip" in self.names)).tolist()
-        augmented = np.empty_like(images)
-        for out, image, top, left, is_flipped in zip(augmented, padded, tops, lefts, flips, strict=True):
-            crop = image[:, top : top + image_size, left : left + image_size]
-            out[...] = crop[:, :, ::-1] if is_flipped else crop
-        return augmented
+        tops, lefts = ((2 * margin + 1) * part for part in (row, column))
+        windows = np.lib.stride_tricks.sliding_window_view(padded, (image_size, image_size), (2, 3))
+        crops = windows[np.arange(len(images)), :, tops.astype(int), lefts.astype(int)]
+        is_flipped = (flip < 0.5) & ("flip" in self.names)
+        crops[is_flipped] = crops[is_flipped][..., ::-1]
+        return crops
 
     def _colour_jitter(self, images: np.ndarray, positions: np.ndarray) -> np.ndarray:
         jitter = (0.4 * self._uniform("colour", positions, 3) - 0.2).astype(np.float32)[:, :, None, None]
@@ -112,11 +111,8 @@ class SyntheticImages(ImageSource):
         self.seed, self.first_index = seed, first_index
 
     def read_images(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        images = np.empty((len(indices), 3, self.image_size, self.image_size), np.float32)
-        classes = np.empty(len(indices), np.int64)
-        for number, index in enumerate(indices.tolist()):
-            images[number], classes[number] = self._draw(self.first_index + index)
-        return images, classes
+        images, classes = zip(*(self._draw(self.first_index + index) for index in indices.tolist()))
+        return np.stack(images).astype(np.float32), np.array(classes, np.int64)
 
     def _draw(self, index: int) -> tuple[np.ndarray, int]:
         rng = np.random.default_rng((self.seed, 3, index))
@@ -164,11 +160,9 @@ class Cifar10(ImageSource):
 
 def _map_records(path: Path) -> np.ndarray:
     """Returns the records of a file (n, 3073), memory-mapped."""
-    try:
+    with os_errors_as(DataError, f"{path} cannot be read"):
         shape = (path.stat().st_size // RECORD_BYTES, RECORD_BYTES)
         return np.memmap(path, np.uint8, "r", shape=shape) if shape[0] else np.empty(shape, np.uint8)
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}.") from None
 
 
 def _valid_records(path: Path, records: np.ndarray, bad_records: BadRecords) -> np.ndarray:

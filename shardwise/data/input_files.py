@@ -17,7 +17,7 @@ from typing import Any
 
 from shardwise.console import pluralize
 from shardwise.errors import DataError
-from shardwise.files import parse_json, write_text
+from shardwise.files import os_errors_as, parse_json, write_text
 from shardwise.object_store import cached_path, local_copy, original_name, parse_url
 
 BLOCK_BYTES, BLOCKS = 16 << 10, 16
@@ -36,16 +36,13 @@ class DataFile:
     def of(cls, path: Path, max_size: int | None = None) -> "DataFile":
         """Returns the file, or its first bytes, as it is now."""
         digest = blake2b(digest_size=16)
-        try:
-            with path.open("rb") as file:
-                stat = os.fstat(file.fileno())
-                size = stat.st_size if max_size is None else min(max_size, stat.st_size)
-                last = max(BLOCK_BYTES * (BLOCKS - 1), size - BLOCK_BYTES)
-                for number in range(BLOCKS):
-                    file.seek(number * last // (BLOCKS - 1))
-                    digest.update(file.read(min(BLOCK_BYTES, max(0, size - file.tell()))))
-        except OSError as error:
-            raise DataError(f"{path} cannot be read: {error.strerror}.") from error
+        with os_errors_as(DataError, f"{path} cannot be read"), path.open("rb") as file:
+            stat = os.fstat(file.fileno())
+            size = stat.st_size if max_size is None else min(max_size, stat.st_size)
+            last = max(BLOCK_BYTES * (BLOCKS - 1), size - BLOCK_BYTES)
+            for number in range(BLOCKS):
+                file.seek(number * last // (BLOCKS - 1))
+                digest.update(file.read(min(BLOCK_BYTES, max(0, size - file.tell()))))
         return cls(path, size, stat.st_mtime_ns, digest.hexdigest())
 
     def open(self) -> io.BufferedReader:

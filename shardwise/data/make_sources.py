@@ -65,8 +65,10 @@ def make_sources(
         raise DataError(f"data.source = {source!r} has {given}, but model.name = {job.model.name!r} reads tokens.")
     if job.loss.dpo_beta and source != "chat":
         raise DataError(f"loss.dpo_beta needs pairs of answers, which data.source = {source!r} has not; use chat.")
-    if source == "synthetic":
-        return *_synthetic_sources(job), None
+    if source == "synthetic":  # validation samples come after those for training and follow the same rules
+        count = job.data.samples
+        num_held_out = _num_held_out(count + 1, job.data.validation_fraction)  # + 1: they are extra samples
+        return synthetic_source(job, count), synthetic_source(job, num_held_out, first=count), None
     if wanted == "clicks":
         return *_click_sources(job, bad_records, record), None
     if wanted == "images":
@@ -128,13 +130,9 @@ def _image_sources(job: Job, model: Any, bad_records: BadRecords, record: DataRe
         raise DataError(f"data.source = {job.data.source!r} has no images; use cifar10 or synthetic.")
     if model.image_size != IMAGE_SIZE or model.num_classes < NUM_CLASSES:
         raise DataError(f"CIFAR-10 needs model.image_size = {IMAGE_SIZE} and model.num_classes = {NUM_CLASSES}.")
-    training, held_out = open_cifar10(job.data.path, bad_records, make_augmentation(job))
+    training, held_out = open_cifar10(job.data.path, bad_records, ImageAugmentation(job.data.augment, job.seed))
     record.take([*training.paths, *held_out.paths])
     return training, held_out
-
-
-def make_augmentation(job: Job) -> ImageAugmentation | None:
-    return ImageAugmentation(job.data.augment, job.seed) if job.data.augment else None
 
 
 def _token_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataRecord) -> Sources:
@@ -150,29 +148,18 @@ def _token_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataR
     return Subset(source, 0, first_held_out), Subset(source, first_held_out, len(source)), tokenizer
 
 
-def _synthetic_sources(job: Job) -> tuple[Source, Source]:
-    # Validation samples come after the training samples and follow the same rules, which depend on the seed.
-    count, model = job.data.samples, cast(Any, job.model)
-    num_held_out = _num_held_out(count + 1, job.data.validation_fraction)  # + 1: they are extra samples
-    if model.sample_kind == "images":
-        held_out = SyntheticImages(num_held_out, model.image_size, model.num_classes, job.seed, first_index=count)
-        return synthetic_source(job, count), held_out
-    if model.sample_kind == "clicks":
-        return synthetic_source(job, count), criteo.SyntheticClicks(model, count, num_held_out, job.seed)
-    source = synthetic_source(job, count + num_held_out)
-    return Subset(source, 0, count), Subset(source, count, len(source))
-
-
-def synthetic_source(job: Job, count: int) -> Source:
-    """Returns samples that need no files, for any model."""
+def synthetic_source(job: Job, count: int, first: int = 0) -> Source:
+    """Returns samples that need no files, for any model; those after the first ones are for validation."""
     model: Any = job.model
     if brought := job.family.sources(model):
         return cast(Source, brought[0])
     if model.sample_kind == "clicks":
-        return criteo.SyntheticClicks(model, 0, count, job.seed)
+        return criteo.SyntheticClicks(model, first, count, job.seed)
     if model.sample_kind == "images":
-        return SyntheticImages(count, model.image_size, model.num_classes, job.seed, make_augmentation(job))
-    return SyntheticTokens(count, model.text_window, model.vocab_size - model.reserved_ids, job.seed)
+        augmentation = None if first else ImageAugmentation(job.data.augment, job.seed)
+        return SyntheticImages(count, model.image_size, model.num_classes, job.seed, augmentation, first)
+    tokens = SyntheticTokens(first + count, model.text_window, model.vocab_size - model.reserved_ids, job.seed)
+    return Subset(tokens, first, first + count) if first else tokens
 
 
 def _click_sources(job: Job, bad_records: BadRecords, record: DataRecord) -> tuple[Source, Source]:

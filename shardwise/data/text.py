@@ -9,14 +9,14 @@ it is an error. Text files are read in chunks of at most 2 x CHUNK_CHARS charact
 possible; a JSONL record is read whole.
 """
 
-import codecs
 import glob
 import io
 import json
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from contextlib import suppress
+from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from shardwise.data.input_files import BadRecords, DataFile, DataRecord
 from shardwise.data.token_file import write_token_arrays
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer, parse_bpe_size, train_bpe
 from shardwise.errors import DataError, shorten, suggest
-from shardwise.files import require_parent_folder
+from shardwise.files import os_errors_as, require_parent_folder
 from shardwise.job import DataConfig
 
 CHUNK_CHARS = 1 << 20
@@ -84,7 +84,7 @@ def read_chunks(data: DataConfig, files: Sequence[DataFile], bad: BadRecords | N
     is_named_file = data.source == "text" and os.path.isfile(os.path.expanduser(data.path))
     bad_records = bad or BadRecords()
     for file in files:
-        try:
+        with os_errors_as(DataError, f"{file.path} cannot be read"):
             if data.source == "jsonl":
                 yield from _read_jsonl_file(file, data.text_field, bad_records)
             elif _is_text(file):
@@ -93,31 +93,19 @@ def read_chunks(data: DataConfig, files: Sequence[DataFile], bad: BadRecords | N
                 raise DataError(f"{file.path} is not text: it must be UTF-8 without NUL bytes. Convert it with iconv.")
             else:
                 bad_records.skipped_files[str(file.path)] = None
-        except OSError as error:
-            raise DataError(f"{file.path} cannot be read: {error.strerror}.") from error
 
 
 def _is_text(extent: DataFile) -> bool:
-    decode = codecs.getincrementaldecoder("utf-8")().decode
-    with extent.open() as file:
-        try:
-            while chunk := file.read(CHUNK_CHARS):  # here bytes
-                if b"\0" in chunk:
-                    return False
-                decode(chunk)
-            decode(b"", final=True)
-        except UnicodeDecodeError:
-            return False
-    return True
+    with io.TextIOWrapper(extent.open(), encoding="utf-8", newline="") as file, suppress(UnicodeDecodeError):
+        return all("\0" not in text for text in iter(lambda: file.read(CHUNK_CHARS), ""))
+    return False
 
 
 def _read_text_file(extent: DataFile) -> Iterator[TextChunk]:
     with io.TextIOWrapper(extent.open(), encoding="utf-8-sig", newline="") as file:
-        text = file.read(CHUNK_CHARS) + file.readline(CHUNK_CHARS)
-        while text:
-            next_text = file.read(CHUNK_CHARS) + file.readline(CHUNK_CHARS)
-            yield TextChunk(text, ends_document=not next_text)
-            text = next_text
+        texts = iter(lambda: file.read(CHUNK_CHARS) + file.readline(CHUNK_CHARS), "")
+        for text, following in pairwise(chain(texts, [""])):
+            yield TextChunk(text, ends_document=not following)
 
 
 def _read_jsonl_file(extent: DataFile, field: str, bad_records: BadRecords) -> Iterator[TextChunk]:

@@ -32,7 +32,7 @@ import numpy as np
 
 from shardwise.data.sample_stream import CountedSource
 from shardwise.errors import DataError
-from shardwise.files import atomic_write
+from shardwise.files import atomic_write, os_errors_as
 
 MAGIC = b"SHARDTOK"
 VERSION = 1
@@ -94,11 +94,8 @@ def open_raw_token_file(path: Path, dtype: str, vocab: int, max_size: int | None
 
 
 def _read_header_and_size(path: Path) -> tuple[bytes, int]:
-    try:
-        with path.open("rb") as file:
-            return file.read(_HEADER.size), os.fstat(file.fileno()).st_size
-    except OSError as error:
-        raise DataError(f"the token file {path} cannot be read: {error.strerror}.") from error
+    with os_errors_as(DataError, f"the token file {path} cannot be read"), path.open("rb") as file:
+        return file.read(_HEADER.size), os.fstat(file.fileno()).st_size
 
 
 def write_token_arrays(path: Path, arrays: Iterable[np.ndarray], vocab: int) -> TokenFile:
@@ -121,12 +118,10 @@ def write_token_arrays(path: Path, arrays: Iterable[np.ndarray], vocab: int) -> 
 @contextmanager
 def write_data_file(path: Path) -> Iterator[IO[bytes]]:
     """Opens a file that appears at `path` only once it is complete; OS errors become DataErrors."""
-    try:
+    with os_errors_as(DataError, f"{path} cannot be written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as file:
             yield file
-    except OSError as error:
-        raise DataError(f"{path} cannot be written: {error.strerror or error}.") from error
 
 
 class TokenWindows(CountedSource):

@@ -21,6 +21,7 @@ from numpy.typing import ArrayLike
 
 from shardwise.data.token_file import write_data_file
 from shardwise.errors import DataError, shorten
+from shardwise.files import os_errors_as
 
 MAX_VOCAB = 10**7  # as of model.vocab
 EOS_TOKEN = "<|end|>"
@@ -165,10 +166,8 @@ def tokenizer_fingerprint(name: str) -> str:
     """Returns a string that changes with the encoding: the name, or a hash of a saved tokenizer."""
     if name == "bytes" or parse_bpe_size(name) is not None:
         return name
-    try:
+    with os_errors_as(DataError, f"the tokenizer {name} cannot be read"):
         return hashlib.blake2b(_tokenizer_path(name).read_bytes(), digest_size=16).hexdigest()
-    except OSError as error:
-        raise DataError(f"the tokenizer {name} cannot be read: {error.strerror}.") from error
 
 
 def _tokenizer_path(name: str) -> Path:

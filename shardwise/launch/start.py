@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -38,6 +38,7 @@ from shardwise.object_store import parse_url
 from shardwise.parallel.prepare import Prepared, prepare
 from shardwise.parallel.tables.table_engine import check_host_memory
 from shardwise.train import local_machine
+from shardwise.train.checkpoint_folder import CheckpointGroup
 from shardwise.train.generate import Sampling, sample_run
 from shardwise.train.run_folder import RunFolder, check_history, check_same_run
 from shardwise.train.run_store import RunStore, local_folder
@@ -115,8 +116,7 @@ def _start(load: Callable[[], Job], say: Say, options: StartOptions) -> tuple[Ru
             raise JobError("a run in an object store needs --node instead of torchrun or one task of srun per process.")
         return _start_run(job, say, options, None)
     # Started first, because a process without threads or PyTorch state is safe to fork.
-    fork_server = ForkServer(WORKER_ENTRY_POINT.partition(":")[0])
-    try:
+    with closing(ForkServer(WORKER_ENTRY_POINT.partition(":")[0])) as fork_server:
         if node is not None and node.index > 0:
             say(f"waiting for node 0 at {node.endpoint}")
             try:
@@ -127,8 +127,6 @@ def _start(load: Callable[[], Job], say: Say, options: StartOptions) -> tuple[Ru
                 prepare_folder = agent_folder(f"node {node.index}", uploading)
                 return None, NodeAgent(node, fork_server, run.join_timeout, prepare_folder).run()
         return _start_run(load(), say, options, fork_server)
-    finally:
-        fork_server.close()
 
 
 def _start_run(job: Job, say: Say, options: StartOptions, fork_server: ForkServer | None) -> tuple[RunFolder, bool]:
@@ -269,16 +267,7 @@ def _open_folder(job: Job, resumed: RunFolder | None, layout: Layout, environmen
     if environment.world_size is None:
         return RunFolder.create(job)
     init_distributed(layout.world, job)
-    path, problem = "", ""
-    if environment.is_main:
-        try:
-            path = str(RunFolder.create(job).path)
-        except JobError as error:
-            problem = str(error)
-    path, problem = broadcast_json([path, problem])
-    if problem:
-        raise JobError(problem)
-    return RunFolder(Path(path))
+    return RunFolder(Path(CheckpointGroup.create().on_rank_zero(lambda: str(RunFolder.create(job).path))))
 
 
 def check_layout_fits(layout: Layout, job: Job, nodes: int = 1, world_size: int | None = None) -> None:
@@ -298,21 +287,20 @@ def check_layout_fits(layout: Layout, job: Job, nodes: int = 1, world_size: int 
 
 
 def launch(
-    folder: RunFolder, layout: Layout, resume: bool, entry: str = WORKER_ENTRY_POINT,
-    fork_server: ForkServer | None = None, environment: ClusterEnvironment | None = None,
+    folder: RunFolder, layout: Layout, resume: bool, fork_server: ForkServer | None, entry: str = WORKER_ENTRY_POINT,
+    environment: ClusterEnvironment | None = None,
 ) -> None:  # fmt: skip
     """Runs the training to its end, with restarts; raises the last failure once they are used up. `entry` is the
-    function that each worker calls; `fork_server` is an existing server to fork workers from."""
-    if environment is not None and environment.world_size is not None:
+    function that each worker calls; workers are forked from `fork_server`, if this process is not one of them."""
+    if fork_server is None:
         _run_in_existing_world(folder, layout, resume)
         return
     folder.clear_errors()
     job, log_event = folder.job(), partial(folder.tell_event, print_line)
-    server = ForkServer(WORKER_ENTRY_POINT.partition(":")[0]) if fork_server is None else fork_server
-    worker_pool = WorkerPool(folder.path, server, layout.world)
+    worker_pool = WorkerPool(folder.path, fork_server, layout.world)
     if environment is not None and (node := environment.node) is not None:
         slots, timeouts = layout.world // node.count, (job.run.join_timeout, job.run.node_patience)
-        worker_pool = NodeCoordinator(folder.path, server, slots, node, log_event, *timeouts)
+        worker_pool = NodeCoordinator(folder.path, fork_server, slots, node, log_event, *timeouts)
         worker_pool.url = parse_url(folder.place)
     supervisor = Supervisor(
         folder.path, worker_pool, entry, str(layout), layout.world, job.run.max_restarts, job.run.hang_timeout, folder,
@@ -327,8 +315,6 @@ def launch(
         worker_pool.is_finished = has_finished(folder)
     finally:
         worker_pool.close()
-        if fork_server is None:
-            server.close()
         for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 

@@ -54,7 +54,7 @@ class Trial:
 
     def losses(self) -> dict[int, float]:
         """Returns the loss of each step so far."""
-        rows = RunFolder(self.folder).metrics() if self.folder.exists() else iter(())
+        rows = RunFolder(self.folder).metrics()
         return {row["step"]: math.nan if row["loss"] is None else row["loss"] for row in rows}
 
     def judge(self, until: int) -> None:

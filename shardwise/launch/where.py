@@ -18,6 +18,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch.utils.benchmark import Timer
 
 from shardwise.cluster import GIB
 from shardwise.comm.collectives import all_gather_json, ping_pong
@@ -97,12 +98,9 @@ def measure_world(environment: ClusterEnvironment, folder: Path) -> list[Measure
 
 def _matmul_rate(device: torch.device) -> float:
     size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
-    matrix, count, begin = torch.randn(size, size, device=device).to(dtype), -1, time.perf_counter()
-    while time.perf_counter() - begin < MATMUL_SECONDS or count < 1:
-        float((matrix @ matrix)[0, 0])  # waits for the device
-        count += 1
-        begin = begin if count else time.perf_counter()  # the first is not counted: it warms up
-    return 2e-12 * size**3 * count / (time.perf_counter() - begin)
+    matrix = torch.randn(size, size, device=device).to(dtype)
+    timer = Timer("matrix @ matrix", globals={"matrix": matrix}, num_threads=torch.get_num_threads())
+    return 2e-12 * size**3 / timer.blocked_autorange(min_run_time=MATMUL_SECONDS).mean
 
 
 def _disk_rate(folder: Path) -> float:

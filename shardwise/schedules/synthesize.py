@@ -160,14 +160,12 @@ def _merge_backwards(problem: SchedulingProblem, result: Simulation) -> Simulati
 
 
 def _merged_order(order: dict[int, list[Action]], positions: set[tuple[int, int]]) -> dict[int, list[Action]]:
-    new: dict[int, list[Action]] = {}
+    """Returns the order with a full backward in place of each backward-input at these positions and what follows it."""
+    new: dict[int, list[Action]] = {rank: [] for rank in order}
     for rank, actions in order.items():
-        new[rank] = []
         for position, action in enumerate(actions):
-            if (rank, position) in positions:
-                new[rank].append(action._replace(kind="B"))
-            elif (rank, position - 1) not in positions:
-                new[rank].append(action)
+            if (rank, position - 1) not in positions:
+                new[rank].append(action._replace(kind="B") if (rank, position) in positions else action)
     return new
 
 

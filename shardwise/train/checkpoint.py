@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.errors import CheckpointError, RunError
-from shardwise.files import fsync_and_rename
+from shardwise.files import fsync_and_rename, os_errors_as
 from shardwise.host_memory import in_huge_pages, pack, page_lock, unpack
 from shardwise.models.quantize import CODES, SCALES
 from shardwise.optim.param_shard import ParamShard
@@ -162,10 +162,8 @@ class CheckpointManager:
         return snapshot["state"]
 
     def _prepare_folder(self) -> None:
-        try:
+        with os_errors_as(CheckpointError, f"cannot create the checkpoint folder {self.folder}"):
             self.folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"cannot create the checkpoint folder {self.folder}: {error.strerror}.") from None
         checkpoint_folder.remove_partials(self.folder)
 
     def _wait(self) -> None:
@@ -269,21 +267,21 @@ def collect_pieces(engine: Engine, optimizer: Optimizer) -> Pieces:
     """Returns this rank's shards of all state, by name. A tied weight with two local copies is saved once."""
     pieces: Pieces = {}
     sharded = sharded_optimizer(optimizer)
+    collapsed_dims = {} if sharded is None else sharded.collapsed_dims
     for param_shard in engine.param_shards:
         if f"weights.{param_shard.name}" in pieces:
             continue
         start, size = param_shard.offset_and_shape
         tensor = param_shard.tensor
-        values = {f"weights.{param_shard.name}": tensor.detach()}
+        values: dict[str, tuple[Tensor, int | None]] = {f"weights.{param_shard.name}": (tensor.detach(), None)}
         state = optimizer.state.get(tensor, {}) if sharded is None else sharded.state_for_checkpoint(tensor)
         for key, value in state.items():
             assert isinstance(value, Tensor), f"optimizer state {key} of {param_shard.name} is {value!r}, not a tensor"
-            values[f"optimizer.{param_shard.name}.{key}"] = value
-        for name, value in values.items():
+            values[f"optimizer.{param_shard.name}.{key}"] = value, collapsed_dims.get(key)
+        for name, (value, dim) in values.items():
             dims = value.dim()  # a table's state may have one number per row, and a step count has none
             offsets, sizes, full_shape = list(start[:dims]), size[:dims], list(param_shard.shape[:dims])
-            dim = collapsed_dim(optimizer, name)
-            if dim is not None:
+            if dim is not None:  # in which this state has size 1
                 offsets[dim], sizes[dim], full_shape[dim] = 0, 1, 1
             assert list(value.shape) == sizes, f"{name}: its shape {list(value.shape)} is not its weight's, {size}"
             pieces[name] = CheckpointPiece(value, tuple(offsets), torch.Size(full_shape))
@@ -302,14 +300,6 @@ def collect_pieces(engine: Engine, optimizer: Optimizer) -> Pieces:
                 start = param_shard.offset_and_shape[0]
                 pieces[f"outer.{param_shard.name}.{key}"] = CheckpointPiece(value, start, param_shard.shape)
     return pieces | error_feedback.error_feedback_pieces(engine)
-
-
-def collapsed_dim(optimizer: Optimizer, name: str) -> int | None:
-    """Returns the dimension in which this optimizer state has size 1, if any."""
-    sharded = sharded_optimizer(optimizer)
-    if sharded is None or not name.startswith("optimizer."):
-        return None
-    return sharded.collapsed_dims.get(name.rpartition(".")[2])
 
 
 def sharded_optimizer(optimizer: Optimizer) -> ShardedOptimizer | None:
@@ -373,8 +363,8 @@ def init_optimizer_state(index: Index, optimizer: Optimizer, param_shards: list[
                 state[key] = torch.zeros((), dtype=dcp_storage.dtype_of(entry), device=device)
             else:
                 has_weight_dtype = entry["dtype"] == index[f"weights.{param_shard.name}"]["dtype"]
-                size, dim = list(weight.shape), collapsed_dim(optimizer, f"optimizer.{param_shard.name}.{key}")
-                if dim is not None:
+                size = list(weight.shape)
+                if sharded is not None and (dim := sharded.collapsed_dims.get(key)) is not None:
                     size[dim] = 1
                 dtype = weight.dtype if has_weight_dtype else dcp_storage.dtype_of(entry)
                 if sharded is None:
@@ -385,9 +375,7 @@ def init_optimizer_state(index: Index, optimizer: Optimizer, param_shards: list[
 
 def check_matches_model(path: Path, index: Index, needed: dict[str, torch.Size], group: CheckpointGroup) -> None:
     """Raises CheckpointError, on every rank, if the checkpoint's parameters are not those of the model."""
-    all_shapes: dict[str, torch.Size] = {}
-    for part in group.all_gather(needed):
-        all_shapes.update(part)
+    all_shapes = {name: shape for part in group.all_gather(needed) for name, shape in part.items()}
     for name in sorted(all_shapes.keys() | {name for name in index if name.startswith("weights.")}):
         expected = list(all_shapes[name]) if name in all_shapes else "nothing"
         stored = index[name]["shape"] if name in index else "nothing"

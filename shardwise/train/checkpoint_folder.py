@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from shardwise.comm.collectives import all_gather_json, broadcast_json
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, JobError
 from shardwise.files import parse_json
 from shardwise.host_memory import num_threads
 
@@ -63,13 +63,20 @@ class CheckpointGroup:
 
     def on_leaders(self, function: Callable[[], object]) -> None:
         """Calls `function` on the first rank of every run folder; raises the first error on every rank."""
-        problem = ""
+        is_leader = self.rank == self.sharing[0]
+        self.on_every_rank(lambda: function() if is_leader else None, names_rank=not self.has_one_folder)
+
+    def on_every_rank(self, function: Callable[[], T], names_rank: bool = True) -> list[T]:
+        """Calls `function` on every rank; returns all results, or raises the first error, on every rank."""
+        result, problem = None, ""
         try:
-            function() if self.rank == self.sharing[0] else None
+            result = function()
         except Exception as error:
-            problem = str(error) if self.has_one_folder else f"rank {self.rank}: {error}"
-        if problems := [found for found in self.all_gather(problem) if found]:
+            problem = f"rank {self.rank}: {error}" if names_rank else str(error)
+        outcomes = self.all_gather((result, problem))
+        if problems := [problem for _, problem in outcomes if problem]:
             raise CheckpointError(problems[0])
+        return [result for result, _ in outcomes]  # type: ignore[misc]
 
     def all_gather(self, value: T) -> list[T]:
         """Returns the values of all ranks, on every rank."""
@@ -88,7 +95,7 @@ class CheckpointGroup:
             raise
         result, kind, message = broadcast_json(outcome, self.group)
         if kind is not None:
-            known = {error.__name__: error for error in (CheckpointError, DamagedCheckpoint)}
+            known = {error.__name__: error for error in (CheckpointError, DamagedCheckpoint, JobError)}
             raise known.get(kind, RuntimeError)(message)
         return result
 
@@ -208,7 +215,8 @@ def parse_manifest(content: bytes) -> dict[str, Any]:
 def write_manifest(folder: Path, values: dict[str, Any]) -> None:
     # Through JSON once, so that the digest is of the values as they will be read: string keys, lists for tuples.
     manifest = json.loads(json.dumps({"format": FORMAT_VERSION, **values}))
-    write_hashed_file(folder / MANIFEST_FILE, json.dumps({**manifest, "sha256": _digest(manifest)}, indent=1))
+    content = json.dumps({**manifest, "sha256": _digest(manifest)}, indent=1)
+    write_hashed_file(folder / MANIFEST_FILE, content.encode())
 
 
 def _digest(manifest: dict[str, Any]) -> str:
@@ -250,12 +258,16 @@ class HashedFileWriter(io.BufferedWriter):
         self.size += count
         return count
 
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        if self.os_error is not None:
+            raise self.os_error  # torch.save turns a full disk into "unexpected pos"
+
     def close(self) -> None:
-        if self.closed:
-            return
         try:
-            self.flush()
-            os.fsync(self.fileno())
+            if not self.closed:
+                self.flush()
+                os.fsync(self.fileno())
         finally:
             super().close()
 
@@ -263,9 +275,9 @@ class HashedFileWriter(io.BufferedWriter):
         return {"bytes": self.size, "sha256": self.digest.hexdigest()}
 
 
-def write_hashed_file(path: Path, text: str) -> dict[str, Any]:
+def write_hashed_file(path: Path, content: bytes) -> dict[str, Any]:
     with HashedFileWriter(path) as file:
-        file.write(text.encode())
+        file.write(content)
     return file.file_info()
 
 

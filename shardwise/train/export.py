@@ -8,6 +8,7 @@ import json
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from shardwise.adapters.module_chain import KeepFloat64
 from shardwise.errors import CheckpointError, JobError, RunError
-from shardwise.files import write_text
+from shardwise.files import os_errors_as, write_text
 from shardwise.job import Job
 from shardwise.models.adapter_files import write_adapter
 from shardwise.models.chain import Chain, init_slice
@@ -251,11 +252,10 @@ def export_run(
     export = open_checkpoint(folder, step, DTYPES.get(dtype) or auto)
     before(export)
     temporary = out.with_name(f"{out.name}.partial-{uuid.uuid4().hex[:8]}")
-    try:
+    with os_errors_as(JobError, f"{out} cannot be created"):
         temporary.mkdir(parents=True)
-    except OSError as error:
-        raise JobError(f"{out} cannot be created: {error.strerror}.") from None
-    try:
+    with os_errors_as(RunError, f"{out} could not be written"), ExitStack() as leaving:
+        leaving.callback(shutil.rmtree, temporary, ignore_errors=True)
         copy_tokenizer_files(folder.path, temporary)  # before those of the weights that it started from
         if lora is not None and not merge:
             size = export.write_adapter(temporary, job.model)
@@ -263,12 +263,7 @@ def export_run(
             size = export.write(temporary, max_file_bytes)
         checked = export.check(temporary) if check else ""
         added = after(export, temporary, checked)
-        temporary.rename(out)
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, OSError):
-            raise RunError(f"{out} could not be written: {error.strerror}.") from None
-        raise
+        temporary.rename(out)  # of which nothing is left to remove
     amount = f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
     yield f"exported: step {export.step} of {run} to {out}, {amount} in {dtype_name(export.dtype)}."
     yield from filter(None, (checked, added))

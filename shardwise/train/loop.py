@@ -71,6 +71,7 @@ class TrainingLoop:
     def __post_init__(self) -> None:
         self.job, self.layout = self.prepared.job, self.prepared.layout
         self.engine = self.prebuilt_engine or make_engine(self.prepared, self.device)
+        self.compiled = self.job.should_compile(self.device.type, self.layout)
         self.optimizer = self.engine.make_optimizer(self.job)
         self.step = self._make_step_fn()
         self.overlaps_host = isinstance(self.step, CudaGraphStep)  # reads data and writes metrics during GPU work
@@ -110,15 +111,13 @@ class TrainingLoop:
             self.job, self.engine, self.optimizer, self.folder, self.progress, self.corruption_detector, self.stop,
             writes_later=self.overlaps_host,
         )  # fmt: skip
-        compiled = self.job.should_compile(self.device.type, self.layout)
-        can_replay = not (compiled or self.engine.has_tables or self.job.gradient.compress)  # without side effects
+        can_replay = not (self.compiled or self.engine.has_tables or self.job.gradient.compress)  # without side effects
         count_skipped = lambda: len(self._skipped_batches())  # noqa: E731
         self.anomaly_policy = AnomalyPolicy(self.job, self.engine, can_replay, count_skipped, self._log_event)
 
     def _make_step_fn(self) -> Callable[[Samples], StepResult]:
-        compiled = self.job.should_compile(self.device.type, self.layout)
         return make_step_fn(
-            self.engine, self.optimizer, self.job.optimizer.clip, compiled,
+            self.engine, self.optimizer, self.job.optimizer.clip, self.compiled,
             on_grads_ready=lambda outcome: self.corruption_detector.before_update(),
             on_capture_failure=lambda message: self._log_event("capture_failed", message),
         )  # fmt: skip

@@ -125,12 +125,10 @@ def _grown_rows(job: Job, path: Path, index: Index, shapes: dict[str, torch.Size
 
 def load_start(job: Job, engine: Engine, optimizer: Optimizer, group: CheckpointGroup) -> None:
     """Loads the weights that the job starts from into this rank's shards, if it starts from a run."""
-    start = _parse(job)
-    if start is None:
-        return
-    choice = find_newest_valid(RunFolder.open(start[0]).checkpoints, group, start[1])
-    assert choice.path is not None, "the launcher found it"
-    load_into(choice.path, engine, optimizer, group)
+    if start := _parse(job):
+        choice = find_newest_valid(RunFolder.open(start[0]).checkpoints, group, start[1])
+        assert choice.path is not None, "the launcher found it"
+        load_into(choice.path, engine, optimizer, group)
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import JobError, RunError
-from shardwise.files import parse_json
+from shardwise.files import os_errors_as, parse_json
 
 BEAT_SECONDS, STALE_SECONDS = 2.0, 30.0
 EXIT_SECONDS = 10.0  # time that workers of a killed launcher get to end
@@ -37,10 +37,8 @@ def own_run(run: Path, say: Say, fork_server: Any = None) -> Iterator[None]:
         "token": uuid.uuid4().hex, "host": socket.gethostname(), "machine": _machine(), "pid": pids[0],
         "time": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()), "processes": [[p, _began(p)] for p in pids],
     }  # fmt: skip
-    try:
+    with os_errors_as(JobError, f"the run folder {run} cannot be written"):
         _acquire(path, owner, say)
-    except OSError as error:
-        raise JobError(f"the run folder {run} cannot be written: {error.strerror or error}.") from None
     ended = threading.Event()
     if fork_server is not None:
         fork_server.send({"own": str(path), "token": owner["token"]})
