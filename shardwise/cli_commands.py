@@ -1,4 +1,4 @@
-"""The commands for clusters, trained models and scaling laws, and the options that several commands share."""
+"""The commands for clusters, pages, trained models and scaling laws, and the options that several commands share."""
 
 import json
 import os
@@ -8,18 +8,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from typer import Argument, Exit, Option
 
 from shardwise import quick_import
 from shardwise.console import print_line
 from shardwise.errors import DataError, JobError
-from shardwise.files import require_parent_folder, write_text
+from shardwise.files import malformed_as_data_error, require_parent_folder, write_text
 from shardwise.job import load_job
-from shardwise.watch import command as watch
 
 JobFile = Annotated[Path | None, Argument(help="Job file (TOML); default: the built-in demo.", show_default=False)]
 Overrides = Annotated[list[str] | None, Option("--set", metavar="KEY=VALUE", help="Override a job key; repeatable.")]
 LayoutOption = Annotated[str | None, Option(help='Layout, e.g. "shard=4 tensor=2"; short for --set layout=...')]
+RunArgument = Annotated[Path, Argument(help="Run folder.")]
 JsonFlag = Annotated[bool, Option("--json", help="Print JSON instead of text.")]
 
 
@@ -219,7 +220,64 @@ def drift(
         raise Exit(1)
 
 
-COMMANDS: dict[str, Any] = {function.__name__: function for function in (where, submit, sweep, *watch.COMMANDS, sample)}
+def watch(
+    run: Annotated[Path | None, Argument(help="Run folder; without it, the page lists all runs in runs/.")] = None,
+    port: Annotated[int, Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8080,
+    host: Annotated[
+        str, Option(help="Address to bind; anything but a loopback address exposes the page to the network.")
+    ] = "127.0.0.1",
+) -> None:
+    """Serves a live page of a run, or of all runs."""
+    from shardwise.watch.serve import serve_runs
+
+    serve_runs(run, port, host, print_line)
+
+
+def report(run: RunArgument) -> None:
+    """Writes the report of a run as one self-contained page: report.html in the run folder."""
+    from shardwise.watch.report_page import write_report
+
+    with malformed_as_data_error(run):
+        print_line(str(write_report(run)))
+
+
+def compare(
+    runs: Annotated[list[Path], Argument(help="Two or more run folders.")],
+    html: Annotated[Path | None, Option(help="Also write an HTML page with curves to this file.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Compares runs: job differences, loss over samples and over time, throughput."""
+    from shardwise.watch import compare
+    from shardwise.watch.report_page import render_page
+
+    with malformed_as_data_error(*runs):
+        comparison = compare.compare(runs)
+        if html is not None:
+            require_parent_folder(html)
+            write_text(html, render_page(comparison, "Runs compared"))
+        if as_json:
+            print_line(json.dumps(comparison))
+        else:
+            Console().print(*compare.tables(comparison))
+
+
+def trace(
+    run: RunArgument,
+    out: Annotated[
+        Path | None, Option("--out", "-o", help="File to write; default: trace.json in the run folder.")
+    ] = None,
+) -> None:
+    """Writes a trace of all ranks for Perfetto or chrome://tracing."""
+    from shardwise.watch.report_page import write_trace
+
+    with malformed_as_data_error(run):
+        path, events = write_trace(run, out)
+    print_line(f"{path}: {events:,} events; open it at ui.perfetto.dev or chrome://tracing")
+
+
+COMMANDS: dict[str, Any] = {
+    function.__name__: function for function in (where, submit, sweep, watch, report, compare, trace, sample)
+}
 COMMANDS |= {"env": where, "eval": evaluate, "export": export, "merge": merge, "drift": drift}
 laws = typer.Typer(
     no_args_is_help=True, rich_markup_mode="markdown",
@@ -284,7 +342,6 @@ def laws_recommend(
     overrides: Overrides = None, as_json: JsonFlag = False,
 ) -> None:  # fmt: skip
     """Recommends model size and tokens for a compute budget, and predicts its loss and that of other sizes."""
-    from shardwise.files import malformed_as_data_error
     from shardwise.laws.budget import recommend_text, recommend_with_plan
     from shardwise.laws.fit import published_law, read_fitted_law
 

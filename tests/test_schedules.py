@@ -23,9 +23,8 @@ from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import prepare
 from shardwise.parallel.torch_pipelining import SCHEDULE_CLASSES, Pipeline, schedule_actions
 from shardwise.planner.plan import auto_schedule_order, make_plan
-from shardwise.schedules.list_scheduler import SchedulingProblem
 from shardwise.schedules.simulate import Action, StageCosts, build_program, lower_bound, named_program, simulate
-from shardwise.schedules.synthesize import synthesize
+from shardwise.schedules.synthesize import SchedulingProblem, synthesize
 from shardwise.step import backward, reduce_loss_and_norm
 from shardwise.verify.parity import make_stream
 
