@@ -108,9 +108,9 @@ def sweep(
     trials = run_sweep(job_file, overrides or [], over, out, parallel, halve, print_line)
     ran = [trial for trial in trials if trial.step]
     if len(ran) > 1:
-        from shardwise.watch import compare, report_page
+        from shardwise.watch import page_data, report_page
 
-        comparison = compare.compare([trial.folder for trial in ran])
+        comparison = page_data.compare([trial.folder for trial in ran])
         write_text(out / "sweep.html", report_page.render_page(comparison, "Runs compared"))
         print_line(f"compared:   {out / 'sweep.html'}")
     if not ran or ran[0].problem:
@@ -247,18 +247,18 @@ def compare(
     as_json: JsonFlag = False,
 ) -> None:
     """Compares runs: job differences, loss over samples and over time, throughput."""
-    from shardwise.watch import compare
+    from shardwise.watch import page_data
     from shardwise.watch.report_page import render_page
 
     with malformed_as_data_error(*runs):
-        comparison = compare.compare(runs)
+        comparison = page_data.compare(runs)
         if html is not None:
             require_parent_folder(html)
             write_text(html, render_page(comparison, "Runs compared"))
         if as_json:
             print_line(json.dumps(comparison))
         else:
-            Console().print(*compare.tables(comparison))
+            Console().print(*page_data.comparison_tables(comparison))
 
 
 def trace(

@@ -25,8 +25,7 @@ from shardwise.export.drift import compare_columns, drift, drift_page, profile_s
 from shardwise.export.handover import hand_over
 from shardwise.export.smoke import smoke_test
 from shardwise.job import make_job
-from shardwise.train.export import open_checkpoint
-from shardwise.train.program import TOLERANCE, compare
+from shardwise.train.export import PROGRAM_TOLERANCE, compare, open_checkpoint
 from shardwise.train.run_folder import RunFolder
 from shardwise.verify.reference import dlrm_loss
 
@@ -169,7 +168,7 @@ def test_a_model_that_transformers_does_not_know_becomes_a_program(kind: str, tm
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
     tensors = load_file(tmp_path / "out" / "reference.safetensors")
     save_file({**tensors, "output": tensors["output"] * 1.001}, tmp_path / "out" / "reference.safetensors")
-    assert compare(tmp_path / "out") > TOLERANCE
+    assert compare(tmp_path / "out") > PROGRAM_TOLERANCE
 
 
 def test_thin_keeps_rows_of_the_whole() -> None:

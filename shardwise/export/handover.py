@@ -33,9 +33,8 @@ from shardwise.models.chain import IGNORE_INDEX
 from shardwise.parallel.prepare import forward_flops
 from shardwise.train.checkpoint_folder import read_manifest
 from shardwise.train.dcp_storage import dtype_name
-from shardwise.train.export import Export, export_run
+from shardwise.train.export import PROGRAM, Export, export_run
 from shardwise.train.generate import LocalDecoder, load_run_tokenizer
-from shardwise.train.program import PROGRAM
 from shardwise.train.run_folder import RunFolder
 
 COMPARE = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt}

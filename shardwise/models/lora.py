@@ -22,7 +22,7 @@ from shardwise.errors import JobError
 from shardwise.models.adapter_files import read_adapter
 from shardwise.models.chain import Chain, InitialValues, init_slice
 from shardwise.models.config import LoRA
-from shardwise.models.parametrize import parametrize
+from shardwise.models.layers import parametrize
 from shardwise.models.sharding import InitSpec, is_adapter
 
 

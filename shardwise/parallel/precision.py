@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise.models.chain import Chain
-from shardwise.models.parametrize import parametrize
+from shardwise.models.layers import parametrize
 
 COMPUTE_DTYPES = {
     "float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,

@@ -28,8 +28,8 @@ from shardwise.console import pluralize
 from shardwise.errors import LayoutError
 from shardwise.models import sharding
 from shardwise.models.chain import Chain
+from shardwise.models.layers import parametrize
 from shardwise.models.loss import VocabShard
-from shardwise.models.parametrize import parametrize
 from shardwise.parallel.batch_norm import AllReduceSum
 
 SEQUENCE_DIM = 1  # of (batch, sequence, hidden)

@@ -2,10 +2,21 @@
 
 Weights are read and written one by one, so host memory holds the largest of them, not the model. The folder appears
 under its name once it is complete.
+
+Models that transformers does not know become a program of `torch.export`: one file, which needs PyTorch alone.
+
+    program = torch.export.load("model.pt2").module()
+    logits = program(images)              # ResNet: (B, 3, size, size)
+    logits = program(tokens)              # BERT: (B, S); T5: encoder and decoder tokens, one after the other
+    logits = program(numbers, ids, weights)  # DLRM: (B, features), (B, tables, lookups) with -1 for none, their weights
+
+The number of samples is free. `reference.safetensors` holds inputs and what the run's model makes of them.
 """
 
 import json
 import shutil
+import subprocess
+import sys
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -15,10 +26,16 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from shardwise.adapters.module_chain import KeepFloat64
+from shardwise.data.criteo import ClickBatch
+from shardwise.data.make_sources import synthetic_source
+from shardwise.data.sample_stream import job_stream
 from shardwise.errors import CheckpointError, JobError, RunError
 from shardwise.files import os_errors_as, write_text
 from shardwise.job import Job
@@ -31,13 +48,14 @@ from shardwise.models.sharding import is_adapter
 from shardwise.train.checkpoint_folder import CheckpointGroup, find_newest_valid
 from shardwise.train.dcp_storage import Index, Pieces, dtype_name, dtype_of, read_index, read_pieces, weight_pieces
 from shardwise.train.local_machine import require_memory
-from shardwise.train.program import PROGRAM, check_program, deployable, write_program
 from shardwise.train.run_folder import RunFolder, copy_tokenizer_files
 from shardwise.train.warm_start import run_weights
 
 DTYPE_CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
                torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"}  # fmt: skip
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "float64": torch.float64}
+PROGRAM, REFERENCE = "model.pt2", "reference.safetensors"
+PROGRAM_TOLERANCE = 1e-5  # relative; in another process, kernels may sum in another order
 CHECKED_TOKENS = 64
 TOLERANCE = 1e-10
 
@@ -275,3 +293,80 @@ def _folder_dtype(job: Job) -> torch.dtype:
     dtypes = {entry[:0].dtype for entry in open_folder(source, "").values() if entry.shape} if source else set()
     dtypes = {dtype for dtype in dtypes if dtype.is_floating_point}
     return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+
+class Whole(nn.Module):
+    """A chain that returns logits."""
+
+    def __init__(self, chain: nn.Module):
+        super().__init__()
+        self.chain = chain
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.chain(x)
+        return logits.squeeze(1)  # images have one position
+
+
+class ClickModel(nn.Module):
+    """A DLRM with its embedding tables."""
+
+    def __init__(self, dense: nn.Module, tables: list[Tensor]):
+        super().__init__()
+        self.dense, self.tables = dense, nn.ParameterList(tables)
+
+    def forward(self, numbers: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        weights = weights * (ids >= 0)
+        looked_up = [F.embedding(ids[:, n].clamp(min=0), table) for n, table in enumerate(self.tables)]
+        vectors = [(rows * weights[:, n].unsqueeze(2)).sum(1) for n, rows in enumerate(looked_up)]
+        return self.dense(numbers, torch.stack(vectors, 1))  # type: ignore[no-any-return]
+
+
+def deployable(job: Job, model: nn.Module, read: Any, dtype: torch.dtype) -> tuple[nn.Module, tuple[Tensor, ...]]:
+    """Returns a model with everything that it needs, and two samples for it. `read` reads embedding tables."""
+    if job.model.passes_batch:
+        raise JobError(
+            f"{job.model.description} has no form that transformers knows; only its own checkpoints hold it."
+        )
+    samples = job_stream(job, synthetic_source(job, 2)).read(np.arange(2))
+    if not (tables := job.family.tables(job.model)):
+        return Whole(model), (samples.tokens.to(dtype) if samples.tokens.is_floating_point() else samples.tokens,)
+    like = {table.name: torch.empty(table.rows, table.width, device="meta") for table in tables}
+    batch = ClickBatch.unpack(samples, job.model)  # type: ignore[arg-type]
+    inputs = (batch.dense_features.to(dtype), batch.sparse_ids, batch.weights.to(dtype))
+    return ClickModel(model, [weight.to(dtype) for weight in read(like).values()]), inputs
+
+
+def write_program(folder: Path, model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
+    """Writes the program and its reference; returns the bytes of the program."""
+    model = model.eval().requires_grad_(False)
+    expected, batch = model(*inputs), torch.export.Dim("batch", min=1)
+    program = torch.export.export(model, inputs, dynamic_shapes=(tuple({0: batch} for _ in inputs)))
+    torch.export.save(program, folder / PROGRAM)
+    tensors = {f"input_{number}": tensor.contiguous() for number, tensor in enumerate(inputs)}
+    save_file({**tensors, "output": expected.contiguous()}, folder / REFERENCE)
+    return (folder / PROGRAM).stat().st_size
+
+
+def check_program(folder: Path) -> str:
+    """Raises RunError unless a fresh process gets from the program what the run's model gave, for any batch."""
+    done = subprocess.run(
+        [sys.executable, "-m", "shardwise.train.export", str(folder)], capture_output=True, text=True, timeout=3600
+    )
+    if done.returncode:
+        raise RunError(f"a fresh process does not get the reference from the program: {done.stderr.strip()[-500:]}")
+    return f"checked: a fresh process loads {PROGRAM}, and its logits differ from the run's by {done.stdout.strip()}."
+
+
+def compare(folder: Path) -> float:
+    """Returns by how much the program's results differ from the reference; the samples together and one by one."""
+    program, tensors = torch.export.load(folder / PROGRAM).module(), load_file(folder / REFERENCE)
+    expected = tensors.pop("output")
+    inputs = [tensors[f"input_{number}"] for number in range(len(tensors))]
+    found = [program(*inputs), torch.cat([program(*(x[n : n + 1] for x in inputs)) for n in range(len(expected))])]
+    return max(float((one - expected).norm() / expected.norm()) for one in found)
+
+
+if __name__ == "__main__":
+    error = compare(Path(sys.argv[1]))
+    print(f"{error:.1e}")
+    sys.exit(0 if error <= PROGRAM_TOLERANCE else f"its logits differ by {error:.1e}.")
