@@ -5,6 +5,8 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 
 def print_line(text: str) -> None:
@@ -59,3 +61,12 @@ def align_columns(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> li
         width = max(map(len, cells))
         columns.append([cell.ljust(width) if index in left else cell.rjust(width) for cell in cells])
     return ["  ".join(row).rstrip() for row in zip(*columns, strict=True)]
+
+
+def fill_in(template: Path, values: dict[str, Any]) -> str:
+    """Returns the text of a Jinja template."""
+    import jinja2  # only a few commands need it
+
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    environment.filters |= {"count": format_count, "plural": lambda noun, number: pluralize(number, noun)}
+    return environment.from_string(template.read_text(encoding="utf-8")).render(values).rstrip("\n")

@@ -22,6 +22,7 @@ from torch.utils.benchmark import Timer
 
 from shardwise.cluster import GIB
 from shardwise.comm.collectives import all_gather_json, ping_pong
+from shardwise.console import fill_in
 from shardwise.job import Job
 from shardwise.launch.cluster_environment import ClusterEnvironment
 from shardwise.launch.worker import init_distributed
@@ -67,20 +68,7 @@ def _storage(path: Path) -> dict[str, Any]:
 
 def place_text(place: dict[str, Any]) -> str:
     """Returns the description as lines for people."""
-    devices, storage = place["devices"], place["storage"]
-    links = [f"{link['name']} {' '.join(link['addresses'])}".strip() for link in place["links"]]
-    gpus = f"{len(devices)} x {devices[0]['name']}, {devices[0]['memory_bytes'] / GIB:.0f} GiB; " if devices else ""
-    shared = "shared by hosts" if storage["is_shared"] else "of this host, as far as can be seen"
-    rows = {
-        "world": place["world"],
-        "read from": " ".join(f"{name}={value}" for name, value in place["read_from"].items()) or "no variable",
-        "host": f"{place['host']}, {place['cores']} cores, {place['memory_bytes'] / GIB:.0f} GiB",
-        "devices": f"{gpus or 'no GPU; '}CPU",
-        "links": "; ".join([*links, *(f"{name} {rate}" for name, rate in place["infiniband"].items())]),
-        "storage": f"{storage['path']}: {storage['file_system']}, {storage['free_bytes'] / GIB:.0f} GiB free, {shared}",
-        "software": ", ".join(f"{name} {version}" for name, version in place["software"].items()),
-    }
-    return "\n".join(f"{name + ':':<10} {value}" for name, value in rows.items())
+    return fill_in(Path(__file__).parent / "templates" / "where.txt", {**place, "gib": GIB})
 
 
 def measure_world(environment: ClusterEnvironment, folder: Path) -> list[Measured]:

@@ -26,11 +26,11 @@ import tomli_w
 from scipy.optimize import brentq
 
 from shardwise.cluster import find_cluster
-from shardwise.console import format_count, pluralize
+from shardwise.console import fill_in, format_count, pluralize
 from shardwise.errors import JobError
 from shardwise.files import write_text
 from shardwise.job import BatchConfig, Job, load_job, make_job
-from shardwise.laws.fit import MAX_FLOPS, PARAMETER_SCOPES, FittedLaw, ScalingLaw, count_parameters, fill_in, interval
+from shardwise.laws.fit import MAX_FLOPS, PARAMETER_SCOPES, FittedLaw, ScalingLaw, count_parameters, interval
 from shardwise.models.gpt_family import DecoderConfig
 from shardwise.planner.costs.model_shape import shape_of
 from shardwise.planner.plan import make_plan
@@ -311,4 +311,5 @@ def recommended_job(result: dict[str, Any], devices: int, settings: Sequence[str
 def recommend_text(result: dict[str, Any], irreducible_loss: float) -> str:
     """Returns the text of `shardwise laws recommend`."""
     scope = PARAMETER_SCOPES[result["parameter_scope"]]
-    return fill_in("recommend.txt", {"plan": None, **result, "scope": scope, "irreducible_loss": irreducible_loss})
+    values = {"plan": None, **result, "scope": scope, "irreducible_loss": irreducible_loss}
+    return fill_in(Path(__file__).with_name("recommend.txt"), values)

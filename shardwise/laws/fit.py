@@ -22,7 +22,6 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import minimize
@@ -30,7 +29,7 @@ from scipy.special import huber
 from scipy.stats import median_abs_deviation
 from threadpoolctl import threadpool_limits
 
-from shardwise.console import format_count, pluralize
+from shardwise.console import fill_in, pluralize
 from shardwise.errors import DataError
 from shardwise.files import malformed_as_data_error, parse_json
 from shardwise.models.gpt_family import DecoderConfig
@@ -375,20 +374,12 @@ def fit_text(values: dict[str, Any]) -> str:
     """Returns the text of `shardwise laws fit`, made from the values of `fit_as_dict`."""
     flops = values["fitted_ranges"]["flops"][1]
     size, tokens = law_from_dict(values).compute_optimal(flops)
-    return fill_in("fit.txt", {
+    return fill_in(Path(__file__).with_name("fit.txt"), {
         **values, "scope": PARAMETER_SCOPES[values["parameter_scope"]], "flops": flops, "size": size, "tokens": tokens,
         "constants": {name: values[name] for name in CONSTANTS},
         "worst": sorted(values["residuals"], key=lambda row: -abs(row["residual"]))[:3],
         "outliers": sum(row["outlier"] for row in values["residuals"]),
     })  # fmt: skip
-
-
-def fill_in(template: str, values: dict[str, Any]) -> str:
-    """Returns the text of a template of this folder."""
-    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    environment.filters |= {"count": format_count, "plural": lambda noun, number: pluralize(number, noun)}
-    text = (Path(__file__).parent / template).read_text(encoding="utf-8")
-    return environment.from_string(text).render(values).rstrip("\n")
 
 
 def read_fitted_law(path: Path) -> FittedLaw:
