@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from shardwise.cluster import GIB, device_peak_flops
+from shardwise.console import fill_in
 from shardwise.data.make_sources import synthetic_source
 from shardwise.data.sample_stream import Samples, job_stream, rank_positions
 from shardwise.errors import LayoutError
@@ -66,18 +68,7 @@ class StepReport:
         return {**asdict(self), "tokens_per_second": self.tokens_per_second, "mfu": self.mfu}
 
     def text(self) -> str:
-        flags = [flag for flag, is_set in (("compiled", self.compiled), ("CUDA graph", self.uses_cuda_graph)) if is_set]
-        mfu = f"{100 * self.mfu:.0f}% MFU" if self.mfu else "MFU unknown (no peak FLOP/s for this device)"
-        memory = f"; peak memory {self.peak_memory_gib:.1f} GiB" if self.peak_memory_gib else ""
-        lines = [
-            ", ".join([self.device, f"layout '{self.layout}'", *flags]),
-            f"{1e3 * self.seconds:.1f} ms per step of {self.tokens:,} tokens (interquartile range "
-            f"{100 * self.relative_iqr:.1f}%): {self.tokens_per_second:,.0f} tokens/s",
-            f"{self.flops_per_second / 1e12:.4g} model TFLOP/s, {mfu}{memory}",
-        ]
-        kinds, total = self.time_breakdown, sum(self.time_breakdown.values())
-        lines += [f"  {name:16s} {1e3 * part:8.1f} ms  {100 * part / total:5.1f}%" for name, part in kinds.items()]
-        return "\n".join(lines)
+        return fill_in(Path(__file__).with_name("step.txt"), self.as_dict())
 
 
 def bench_step(job: Job, device: torch.device, steps: int = 10, warmup_steps: int = WARMUP_STEPS) -> StepReport:

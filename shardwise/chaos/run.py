@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.chaos.faulty_worker import PHASES, Fault, inject_faults, samples_used, trigger_times
-from shardwise.console import align_columns, pluralize
+from shardwise.console import align_columns, fill_in, pluralize
 from shardwise.errors import JobError
 from shardwise.job import Job, load_job
 from shardwise.launch.start import Say, launch
@@ -61,18 +61,8 @@ class ChaosReport:
             fault, after = outcome.fault, f"{outcome.seconds:.2f} s" if outcome.detected_as else ""
             rows.append([fault.kind, str(fault.rank), str(fault.step), fault.phase, outcome.detected_as or "NO", after])
         attributed = sorted(outcome.seconds for outcome in self.outcomes if outcome.is_attributed)
-        masked = sum(outcome.detected_as == "masked" for outcome in self.outcomes)
-        slowest, middle = (attributed[-1], attributed[len(attributed) // 2]) if attributed else (0.0, 0.0)
-        return "\n".join([
-            *align_columns(rows, left=(0, 3, 4)),
-            f"layout '{self.layout}': {pluralize(len(self.outcomes), 'fault')}, "
-            f"{len(attributed)} attributed correctly, {masked} masked by another fault",
-            f"time to detect: median {middle:.2f} s, maximum {slowest:.2f} s",
-            f"the run {'finished' if self.finished else 'DID NOT FINISH'}; its losses "
-            f"{'are bitwise equal to' if self.matches_baseline else 'DIFFER FROM'} those of the fault-free run",
-            f"samples lost: {self.lost_samples}, repeated: {self.repeated_samples}",
-            f"checkpoints corrupted: {self.corrupted_checkpoints}, rejected on load: {self.rejected_checkpoints}",
-        ])  # fmt: skip
+        values = {"table": align_columns(rows, left=(0, 3, 4)), "attributed": attributed}
+        return fill_in(Path(__file__).with_name("report.txt"), vars(self) | values)
 
 
 def draw_faults(count: int, seed: int, layout: Layout, job: Job) -> list[Fault]:
