@@ -108,9 +108,7 @@ def verify(
     layout: Annotated[list[str] | None, Option(help="Layout; repeatable. Default: the job's, for auto a set.")] = None,
     shrink: Annotated[bool, Option(help="Shrink the model first, to verify large models quickly.")] = False,
     steps: Annotated[int, Option(min=3, help="Number of optimizer steps to compare.")] = 3,
-    against: Annotated[
-        str | None, Option(help="Compare one process with another implementation instead: hf, transformers' module.")
-    ] = None,
+    against: Annotated[str | None, Option(help="Compare one process with transformers' module instead: hf.")] = None,
     as_json: JsonFlag = False,
 ) -> None:
     """Verifies that a layout computes the same losses, gradients and weights as a single process."""

@@ -223,9 +223,7 @@ def drift(
 def watch(
     run: Annotated[Path | None, Argument(help="Run folder; without it, the page lists all runs in runs/.")] = None,
     port: Annotated[int, Option(min=0, max=65535, help="Port to listen on; 0 picks a free one.")] = 8080,
-    host: Annotated[
-        str, Option(help="Address to bind; anything but a loopback address exposes the page to the network.")
-    ] = "127.0.0.1",
+    host: Annotated[str, Option(help="Address; any but a loopback one exposes the page to the network.")] = "127.0.0.1",
 ) -> None:
     """Serves a live page of a run, or of all runs."""
     from shardwise.watch.serve import serve_runs
@@ -263,9 +261,7 @@ def compare(
 
 def trace(
     run: RunArgument,
-    out: Annotated[
-        Path | None, Option("--out", "-o", help="File to write; default: trace.json in the run folder.")
-    ] = None,
+    out: Annotated[Path | None, Option("--out", "-o", help="File; default: trace.json in the run folder.")] = None,
 ) -> None:
     """Writes a trace of all ranks for Perfetto or chrome://tracing."""
     from shardwise.watch.report_page import write_trace

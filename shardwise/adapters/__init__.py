@@ -1,1 +1,0 @@
-"""Models that are not ours: any `nn.Module`, and transformers' models."""

@@ -1,1 +1,0 @@
-"""Fault injection, and whether a run detects each fault and recovers from it."""

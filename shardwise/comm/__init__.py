@@ -1,1 +1,0 @@
-"""Collectives, all-reduce algorithms, worlds of local processes, and the step timer."""

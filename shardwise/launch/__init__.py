@@ -1,1 +1,0 @@
-"""Starting a run: local processes, torchrun or Slurm."""

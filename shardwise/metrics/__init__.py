@@ -1,1 +1,0 @@
-"""Per-rank metrics and experiment trackers."""

@@ -1,1 +1,0 @@
-"""Pipeline schedules: PyTorch's own, simulated, in closed form, and synthesized for a layout."""

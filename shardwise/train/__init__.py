@@ -1,1 +1,0 @@
-"""The training loop, checkpoints, rollback, validation, metrics and the run folder."""

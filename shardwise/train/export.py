@@ -295,18 +295,6 @@ def _folder_dtype(job: Job) -> torch.dtype:
     return dtypes.pop() if len(dtypes) == 1 else torch.float32
 
 
-class Whole(nn.Module):
-    """A chain that returns logits."""
-
-    def __init__(self, chain: nn.Module):
-        super().__init__()
-        self.chain = chain
-
-    def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self.chain(x)
-        return logits.squeeze(1)  # images have one position
-
-
 class ClickModel(nn.Module):
     """A DLRM with its embedding tables."""
 
@@ -329,11 +317,12 @@ def deployable(job: Job, model: nn.Module, read: Any, dtype: torch.dtype) -> tup
         )
     samples = job_stream(job, synthetic_source(job, 2)).read(np.arange(2))
     if not (tables := job.family.tables(job.model)):
-        return Whole(model), (samples.tokens.to(dtype) if samples.tokens.is_floating_point() else samples.tokens,)
+        inputs = samples.tokens.to(dtype) if samples.tokens.is_floating_point() else samples.tokens
+        return nn.Sequential(model, nn.Flatten()) if job.model.sample_kind == "images" else model, (inputs,)
     like = {table.name: torch.empty(table.rows, table.width, device="meta") for table in tables}
     batch = ClickBatch.unpack(samples, job.model)  # type: ignore[arg-type]
-    inputs = (batch.dense_features.to(dtype), batch.sparse_ids, batch.weights.to(dtype))
-    return ClickModel(model, [weight.to(dtype) for weight in read(like).values()]), inputs
+    of_clicks = (batch.dense_features.to(dtype), batch.sparse_ids, batch.weights.to(dtype))
+    return ClickModel(model, [weight.to(dtype) for weight in read(like).values()]), of_clicks
 
 
 def write_program(folder: Path, model: nn.Module, inputs: tuple[Tensor, ...]) -> int:

@@ -1,1 +1,0 @@
-"""Verifies that a layout computes what a single process computes."""

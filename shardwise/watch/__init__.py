@@ -1,1 +1,0 @@
-"""The report page, live page, comparison and trace of runs. Reads run folders; training does not depend on it."""

@@ -1,1 +1,0 @@
-"""Starting, monitoring, diagnosing and restarting worker processes."""

@@ -1,1 +1,0 @@
-"""Models of the transformers library: `model.name = "hf:FOLDER"`, or `"hf:TYPE"` with a config below `[model.args]`."""

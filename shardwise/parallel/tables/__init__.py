@@ -1,1 +1,0 @@
-"""Embedding tables sharded over the host memory of all ranks."""
