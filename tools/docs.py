@@ -386,7 +386,7 @@ def limits() -> str:
 
 def error_tree() -> str:
     def branches(parent: type, indent: str = "") -> Iterator[str]:
-        kinds = [kind for kind in parent.__subclasses__() if kind.__module__ == errors.__name__]
+        kinds: list[Any] = [kind for kind in parent.__subclasses__() if kind.__module__ == errors.__name__]
         for kind in kinds:
             fork, margin = ("└── ", "    ") if kind is kinds[-1] else ("├── ", "│   ")
             text = (kind.__doc__ or "").rstrip(".")
