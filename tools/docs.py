@@ -385,8 +385,8 @@ def limits() -> str:
 
 
 def error_tree() -> str:
-    def branches(parent: type, indent: str = "") -> Iterator[str]:
-        kinds: list[Any] = [kind for kind in parent.__subclasses__() if kind.__module__ == errors.__name__]
+    def branches(parent: Any, indent: str = "") -> Iterator[str]:
+        kinds = [kind for kind in parent.__subclasses__() if kind.__module__ == errors.__name__]
         for kind in kinds:
             fork, margin = ("└── ", "    ") if kind is kinds[-1] else ("├── ", "│   ")
             text = (kind.__doc__ or "").rstrip(".")
