@@ -106,7 +106,7 @@ def test_the_live_page_follows_a_run(live: tuple[Path, str, subprocess.Popen[str
         rows = browser.js(
             "[...document.querySelectorAll('#pipeline > div > table td:first-child')].map((x) => x.textContent)"
         )
-        assert rows == ["predicted by the plan", "simulated from measured stage times", "measured"]
+        assert rows == ["predicted by the plan", "measured"]
         # A folded table opens by the keyboard and stays open.
         browser.js("document.querySelector('#heat summary').focus()")
         for kind in ("keyDown", "keyUp"):
