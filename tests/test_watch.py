@@ -220,6 +220,7 @@ class Tick:
 
 def test_the_meter_of_a_gpu_counts_spans_between_events(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Tick)
+    monkeypatch.setattr(Tick, "clock", 0.0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     timer = StepTimer(torch.device("cuda"))
     timer.begin_step()
@@ -241,6 +242,7 @@ def test_the_meter_of_a_gpu_counts_spans_between_events(monkeypatch: pytest.Monk
 
 def test_a_replayed_graph_has_its_parts_and_a_failed_capture_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Tick)
+    monkeypatch.setattr(Tick, "clock", 0.0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     timer = StepTimer(torch.device("cuda"))
     timer.begin_step()
