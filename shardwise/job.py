@@ -255,9 +255,7 @@ class Job(ConfigSection):
             except LayoutError as error:
                 raise ValueError(str(error)) from None
             if layout.zero > layout.shard == 1:
-                raise ValueError(
-                    f"layout '{self.layout}': zero={layout.zero} shards over shard=N, which is 1; set shard"
-                )
+                raise ValueError(f"layout '{self.layout}': zero={layout.zero} shards over shard=N, which is 1; set it")
 
     @property
     def samples(self) -> int:
@@ -427,7 +425,6 @@ def _suggest_key(location: list[str | int], family: str) -> str:
         kind = keys[section].annotation if section in keys else None
         keys = next((one.model_fields for one in (kind, *get_args(kind)) if hasattr(one, "model_fields")), keys)
     suggestion = suggest(key, keys)
-    others = [repr(name) for name, other in families().items() if key in other.config.model_fields]
-    if sections != ["model"]:
-        return suggestion
+    candidates = families().items() if sections == ["model"] else ()
+    others = [repr(name) for name, other in candidates if key in other.config.model_fields]
     return f"it is a key of {' and '.join(others)}, not of {family!r}; {suggestion}" if others else suggestion

@@ -118,9 +118,9 @@ def test_frozen_weights_take_few_bytes_and_count_as_rounded(kind: str, most: flo
 
 def test_codes_are_decoded_as_encoded() -> None:
     weight = torch.randn(4, 70, generator=torch.Generator().manual_seed(2))
-    codes, scales = encode(weight, "nf4")
+    (codes, scales), levels = encode(weight, "nf4"), torch.tensor(NF4_LEVELS)
     low, high = codes[:, ::2], codes[:, 1::2]
-    assert (decode(low | high << 4, scales, "nf4", 70) == decode(codes, scales, "nf4", 70)).all()
+    assert (decode(low | high << 4, scales, levels, 70) == decode(codes, scales, levels, 70)).all()
     assert quantize.round_weight(weight, "nf4").shape == weight.shape
 
 

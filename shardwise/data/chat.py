@@ -113,8 +113,7 @@ def encode_chats(
     bad_records: BadRecords, pairs: bool,
 ) -> None:  # fmt: skip
     """Writes the conversations of some files into `folder`: their tokens, and their lengths."""
-    lengths: list[int] = []
-    together = 1 + pairs
+    lengths, together = list[int](), 1 + pairs
 
     def arrays() -> Iterator[np.ndarray]:
         mark = partial(template.mark, train_on="last" if pairs else data.train_on)
@@ -133,8 +132,8 @@ def encode_chats(
                     lengths.extend(map(len, row))
                     yield from row
                 else:
-                    problem = "no token of the conversation counts; fix or drop it."
-                    bad_records.report(DataError(f"{batch[place][0]}: {problem}"))
+                    where = batch[place][0]
+                    bad_records.report(DataError(f"{where}: no token of the conversation counts; fix or drop it."))
         if not lengths:
             raise DataError(f"data.path = {data.path!r} has no conversations; each line of a file must be one.")
 

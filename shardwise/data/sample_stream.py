@@ -156,7 +156,7 @@ class Samples:
     @classmethod
     def from_tensors(cls, tensors: Iterable[Tensor]) -> "Samples":
         tokens, targets, ids, *rest = tensors
-        if len(rest) == 1:
+        if len(rest) == 1:  # counts come with inputs
             return cls(tokens, targets, ids, preference=rest[0])
         return cls(tokens, targets, ids, None, tuple(rest[1:]), rest[0] if rest else None)
 

@@ -23,7 +23,7 @@ NF4_LEVELS = (
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
-CODES, SCALES = "weight_codes", "weight_scales"  # buffers of a layer
+FROZEN_BUFFERS = ("weight_codes", "weight_scales", "weight_levels")  # of a layer
 
 
 def _levels(kind: str, device: torch.device) -> Tensor:
@@ -53,16 +53,16 @@ def encode(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     return encode_blocks(weight, _levels(kind, weight.device), BLOCK)
 
 
-def decode(codes: Tensor, scales: Tensor, kind: str, columns: int, offset: int = 0) -> Tensor:
+def decode(codes: Tensor, scales: Tensor, levels: Tensor, columns: int, offset: int = 0) -> Tensor:
     """Returns the values of codes, in float32; those of NF4 are two in a byte if there are fewer than `columns`."""
     if codes.shape[1] < columns:
         codes = torch.stack((codes & 15, codes >> 4), 2).flatten(1)[:, :columns]
-    return decode_blocks(codes, scales, _levels(kind, codes.device), BLOCK, offset)
+    return decode_blocks(codes, scales, levels, BLOCK, offset)
 
 
 def round_weight(weight: Tensor, kind: str) -> Tensor:
     """Returns the values that a weight has after rounding. Rounding them again changes nothing."""
-    return decode(*encode(weight, kind), kind, weight.shape[1])
+    return decode(*encode(weight, kind), _levels(kind, weight.device), weight.shape[1])
 
 
 @torch.no_grad()
@@ -73,9 +73,14 @@ def round_quantized(module: nn.Module, plan: Any) -> None:
         weight.copy_(round_weight(weight, plan.quantize))
 
 
+def whole_blocks(column: int, columns: int, total: int) -> tuple[int, int]:
+    """Returns the first and the last (exclusive) column of the blocks that some columns of `total` are in."""
+    return column // BLOCK * BLOCK, min(total, -(-(column + columns) // BLOCK) * BLOCK)
+
+
 def round_slice(fill: Callable[[Tensor, tuple[int, ...]], None], kind: str, out: Tensor, columns: int, at: Any) -> None:
     """Fills `out`, the slice at `at` of a weight with so many columns, with rounded values of what `fill` writes."""
-    first, last = at[1] // BLOCK * BLOCK, min(columns, -(-(at[1] + out.shape[1]) // BLOCK) * BLOCK)
+    first, last = whole_blocks(at[1], out.shape[1], columns)
     blocks = torch.empty(out.shape[0], last - first, dtype=torch.float32, device=out.device)
     fill(blocks, (at[0], first))
     out.copy_(round_weight(blocks, kind)[:, at[1] - first :][:, : out.shape[1]])
@@ -85,25 +90,25 @@ class FrozenMatmul(torch.autograd.Function):
     """`x @ weight.T`; keeps only codes for the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, kind: str, columns: int, offset: int) -> Tensor:
-        ctx.save_for_backward(codes, scales)
-        ctx.form = kind, columns, offset
-        return F.linear(x, decode(codes, scales, *ctx.form).to(x.dtype))
+    def forward(ctx: Any, x: Tensor, codes: Tensor, scales: Tensor, levels: Tensor, columns: int, at: int) -> Tensor:
+        ctx.save_for_backward(codes, scales, levels)
+        ctx.place = columns, at
+        return F.linear(x, decode(codes, scales, levels, columns, at).to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        weight = decode(*ctx.saved_tensors, *ctx.form).to(grads[0].dtype)
+        weight = decode(*ctx.saved_tensors, *ctx.place).to(grads[0].dtype)
         return grads[0] @ weight, None, None, None, None, None
 
 
 def drop_weight(module: Any, kind: str, offset: int) -> None:
-    """Makes a linear layer on the meta device keep its weight as codes; its first column is the `offset`th of a
-    block."""
+    """Makes a linear layer on the meta device keep its weight as codes; its first column is a block's `offset`th."""
     rows, columns = module._parameters.pop("weight").shape
     codes = torch.empty(rows, columns if kind == "int8" else -(-columns // 2), dtype=torch.uint8, device="meta")
     scales = torch.empty(rows, -(-(offset + columns) // BLOCK), dtype=torch.float32, device="meta")
-    module.register_buffer(CODES, codes, persistent=False)
-    module.register_buffer(SCALES, scales, persistent=False)
+    levels = _levels(kind, torch.device("meta"))  # a buffer too: none is made while a CUDA graph is captured
+    for name, buffer in zip(FROZEN_BUFFERS, (codes, scales, levels)):
+        module.register_buffer(name, buffer, persistent=False)
     module.__dict__["frozen_form"] = kind, columns, offset
     module.__class__ = _frozen_class(type(module))  # type: ignore[arg-type]
 
@@ -119,6 +124,7 @@ def store_weight(module: Any, weight: Tensor) -> None:
         codes = low | high << 4
     module.weight_codes.copy_(codes)
     module.weight_scales.copy_(scales)
+    module.weight_levels.copy_(_levels(kind, weight.device))
 
 
 @cache
@@ -127,7 +133,8 @@ def _frozen_class(base: type) -> type:
 
     def forward(module: Any, x: Tensor) -> Tensor:
         x = x if getattr(module, "scale", 1.0) == 1.0 else x * module.scale
-        y = FrozenMatmul.apply(x, module.weight_codes, module.weight_scales, *module.frozen_form)
+        place = module.frozen_form[1:]
+        y = FrozenMatmul.apply(x, module.weight_codes, module.weight_scales, module.weight_levels, *place)
         return y if module.bias is None else y + module.bias  # type: ignore[no-any-return]
 
     return type(base.__name__, (base,), {"forward": forward})

@@ -16,6 +16,7 @@ from shardwise.comm.collectives import all_reduce
 from shardwise.errors import LayoutError
 from shardwise.job import Job, LocalSGDConfig
 from shardwise.layout import Layout
+from shardwise.models.quantize import FROZEN_BUFFERS
 from shardwise.parallel.engine import Engine
 
 
@@ -70,7 +71,8 @@ class OuterOptimizer:
                 mean = state["anchor"].sub_(nesterov, alpha=self.local_sgd.outer_lr)
             param_shard.tensor.detach().copy_(mean)
             param_shard.is_compute_copy_current = False
-        buffers = [b for chain in self.engine.chains for b in chain.buffers() if b.is_floating_point()]
+        named = [pair for chain in self.engine.chains for pair in chain.named_buffers()]
+        buffers = [b for name, b in named if b.is_floating_point() and not name.endswith(FROZEN_BUFFERS)]
         if 0 in due and buffers:
             for buffer, mean in zip(buffers, self._average(buffers), strict=True):
                 buffer.copy_(mean)

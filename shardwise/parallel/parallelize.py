@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardwise.errors import JobError
 from shardwise.models.chain import Chain, init_slice
 from shardwise.models.gpt import configure_modules
-from shardwise.models.quantize import BLOCK, drop_weight, store_weight
+from shardwise.models.quantize import BLOCK, drop_weight, store_weight, whole_blocks
 from shardwise.optim.param_shard import ParamShard, init_param_shard
 from shardwise.parallel import batch_norm, context, expert, local_sgd, recompute, tensor
 from shardwise.parallel.data_parallel import ParamSpecs
@@ -68,7 +68,7 @@ def drop_frozen(chain: Chain, specs: ParamSpecs, mesh: Mesh) -> Iterator[tuple[n
 def store_frozen(layer: Any, shard: ParamShard, model: Chain, seed: int) -> None:
     """Reads the weight of a layer and keeps its codes."""
     (row, column), (rows, columns) = shard.offset_and_shape
-    first, last = column // BLOCK * BLOCK, min(shard.shape[1], -(-(column + columns) // BLOCK) * BLOCK)
+    first, last = whole_blocks(column, columns, shard.shape[1])
     weight = torch.empty(rows, last - first, device=layer.weight_codes.device)
     init_slice(model, shard.name, weight, shard.shape, (row, first), seed)
     store_weight(layer, weight)

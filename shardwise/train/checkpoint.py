@@ -40,7 +40,7 @@ from torch.optim import Optimizer
 from shardwise.errors import CheckpointError, RunError
 from shardwise.files import fsync_and_rename, os_errors_as
 from shardwise.host_memory import in_huge_pages, pack, page_lock, unpack
-from shardwise.models.quantize import CODES, SCALES
+from shardwise.models.quantize import FROZEN_BUFFERS
 from shardwise.optim.param_shard import ParamShard
 from shardwise.optim.sharded_optimizer import ShardedOptimizer
 from shardwise.parallel.engine import Engine
@@ -286,12 +286,8 @@ def collect_pieces(engine: Engine, optimizer: Optimizer) -> Pieces:
             assert list(value.shape) == sizes, f"{name}: its shape {list(value.shape)} is not its weight's, {size}"
             pieces[name] = CheckpointPiece(value, tuple(offsets), torch.Size(full_shape))
     # Identical on every rank:
-    whole = {
-        f"buffers.{name}": value
-        for chain in engine.chains
-        for name, value in chain.named_buffers()
-        if not name.endswith((CODES, SCALES))
-    }
+    buffers = [named for chain in engine.chains for named in chain.named_buffers()]
+    whole = {f"buffers.{name}": value for name, value in buffers if not name.endswith(FROZEN_BUFFERS)}
     whole |= {f"scale.{key}": value for key, value in engine.scale.state().items()} if engine.scale.dynamic else {}
     pieces |= weight_pieces(whole)
     if engine.outer_optimizer is not None:

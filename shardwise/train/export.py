@@ -86,6 +86,7 @@ class Export:
         """Writes config and weights, or else a program; returns the bytes of the weights."""
         job, source = self.job, self.job.model.pretrained_folder
         if not job.family.has_huggingface_form(job.model):
+            require_memory(job, 3 * self.dtype.itemsize)  # with its tables: the model, the program and its file's copy
             with torch.no_grad():
                 return write_program(folder, *deployable(job, self.load(self.dtype), self.read, self.dtype))
         config = job.family.export_config(job.model) | {"dtype": dtype_name(self.dtype)}
@@ -312,9 +313,7 @@ class ClickModel(nn.Module):
 def deployable(job: Job, model: nn.Module, read: Any, dtype: torch.dtype) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """Returns a model with everything that it needs, and two samples for it. `read` reads embedding tables."""
     if job.model.passes_batch:
-        raise JobError(
-            f"{job.model.description} has no form that transformers knows; only its own checkpoints hold it."
-        )
+        job.family.export_config(job.model)  # raises why there is none
     samples = job_stream(job, synthetic_source(job, 2)).read(np.arange(2))
     if not (tables := job.family.tables(job.model)):
         inputs = samples.tokens.to(dtype) if samples.tokens.is_floating_point() else samples.tokens
