@@ -150,11 +150,10 @@ class HuggingFaceConfig(ModuleConfig):
 
     @property
     def resolved_mask_id(self) -> int:
-        if self.mask_token_id >= self.vocab_size:
-            raise JobError(
-                f"model.mask_token_id = {self.mask_token_id} must be below the vocabulary's {self.vocab_size}."
-            )
-        return self.vocab_size - 1 if self.mask_token_id < 0 else self.mask_token_id
+        size = self.vocab_size
+        if self.mask_token_id >= size:
+            raise JobError(f"model.mask_token_id = {self.mask_token_id} must be below the vocabulary's {size}.")
+        return size - 1 if self.mask_token_id < 0 else self.mask_token_id
 
     @property
     def num_experts(self) -> int:  # type: ignore[override]
@@ -350,9 +349,9 @@ def make_task(config: Any) -> Task:
         if logits.dim() == 0:  # the head computed the loss
             return logits
         labels = labels[:, -logits.shape[1] :] if kind == "encoder-decoder" else labels
-        losses = F.cross_entropy(logits.flatten(0, -2), plain_targets(labels).flatten(), reduction="none")
         if (weigh := replacements.weigh_pairs(labels)) is None:
-            return losses.sum()
+            return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="sum")
+        losses = F.cross_entropy(logits.flatten(0, -2), plain_targets(labels).flatten(), reduction="none")
         value, weights = weigh(losses.detach())
         weighted = (losses * weights).sum()
         return weighted + (value - weighted).detach()
