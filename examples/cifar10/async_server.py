@@ -7,6 +7,7 @@ at the end; if a server dies, its clients raise at once.
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable
 
@@ -23,8 +24,11 @@ PUSH_TAG, PULL_TAG = 1, 2  # a rank's worker and server threads share one proces
 class AsyncParameterServer:
     """Serves a slice of the weights, with one thread per other rank."""
 
-    def __init__(self, weights: Tensor, update: UpdateFn, staleness: int, rounds: int):
+    def __init__(
+        self, weights: Tensor, update: UpdateFn, staleness: int, rounds: int, report_dead: Callable[[int], None]
+    ):
         self.weights, self.update, self.staleness, self.rounds = weights, update, staleness, rounds
+        self.report_dead = report_dead
         self.rounds_done = [0] * dist.get_world_size()
         self.max_staleness = 0
         """The largest lead, in rounds, of any rank over the slowest."""
@@ -59,6 +63,7 @@ class AsyncParameterServer:
                 dist.send(self.apply_gradient(rank, gradient), rank, tag=PULL_TAG)
         except RuntimeError:
             self.wait_no_longer_for(rank)
+            self.report_dead(rank)
 
     def wait_no_longer_for(self, rank: int) -> None:
         with self.condition:
@@ -88,29 +93,50 @@ class ParameterServerWorker:
         bounds = [index * self.weights.numel() // servers for index in range(servers + 1)]
         self.slices = [slice(*ends) for ends in zip(bounds, bounds[1:])]
         served = self.weights[self.slices[self.rank]].clone() if self.rank < servers else None
-        self.server = AsyncParameterServer(served, update, staleness, rounds) if served is not None else None
+        self.answers = queue.SimpleQueue[int | None]()
+        """None for each server that answered, or the rank of a dead one."""
+        self.server = None
+        if served is not None:
+            self.server = AsyncParameterServer(served, update, staleness, rounds, self._report_dead)
         self.rounds_done = 0
 
     def push_pull(self, gradient: Tensor) -> None:
-        """Sends a gradient to the servers and receives the updated weights."""
-        flat, pending = gradient.view(-1), []
+        """Sends a gradient to the servers and receives the updated weights; the first server found dead is named."""
+        flat = gradient.view(-1)
         for server, server_slice in enumerate(self.slices):
+            part, pending = flat[server_slice], []
             if server != self.rank:
                 try:
-                    send_work = dist.isend(flat[server_slice], server, tag=PUSH_TAG)
-                    pending.append((server, send_work, dist.irecv(self.weights[server_slice], server, tag=PULL_TAG)))
+                    pending = [
+                        dist.isend(part, server, tag=PUSH_TAG),
+                        dist.irecv(self.weights[server_slice], server, tag=PULL_TAG),
+                    ]
                 except RuntimeError:
                     raise self._lost(server) from None
-        if self.server is not None:
-            self.weights[self.slices[self.rank]] = self.server.apply_gradient(self.rank, flat[self.slices[self.rank]])
-        for server, send_work, recv_work in pending:
-            assert send_work is not None and recv_work is not None
-            try:
-                send_work.wait()
-                recv_work.wait()
-            except RuntimeError:
-                raise self._lost(server) from None
+            # A thread each: a live server may hold this rank back for one that a dead server has stopped.
+            threading.Thread(target=self._await_weights, args=(server, part, pending), daemon=True).start()
+        for _ in self.slices:
+            dead = self.answers.get()
+            if dead is not None:
+                raise self._lost(dead)
         self.rounds_done += 1
+
+    def _await_weights(self, server: int, part: Tensor, pending: list[dist.Work | None]) -> None:
+        try:
+            if server == self.rank:
+                assert self.server is not None
+                self.weights[self.slices[server]] = self.server.apply_gradient(self.rank, part)
+            for work in pending:
+                assert work is not None
+                work.wait()
+            self.answers.put(None)
+        except RuntimeError:
+            self.answers.put(server)
+
+    def _report_dead(self, rank: int) -> None:
+        """Ends a wait: Gloo may leave one of two threads waiting for a rank that the other has found dead."""
+        if rank < len(self.slices):
+            self.answers.put(rank)
 
     def _lost(self, server: int) -> RunError:
         """Ends this rank's rounds: others would wait for it at its own server and blame it, not the dead one."""
