@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,14 @@ def print_line(text: str) -> None:
     except OSError:
         # Replaces the file descriptor, because the buffered output would fail again when Python exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def name_process(name: str) -> None:
+    """Names this process in `ps` and `top`, where launcher, fork server and ranks would look alike."""
+    with suppress(ImportError):
+        import setproctitle
+
+        setproctitle.setproctitle(name)
 
 
 def pluralize(count: int, noun: str) -> str:

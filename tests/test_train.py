@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -276,12 +277,17 @@ def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_ends_cleanly(number: signal.Signals, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", ["fork server", signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_ends_cleanly(number: signal.Signals | str, tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(JOB_TOML)
     process = command("train", "job.toml", "--set", "steps=1000000", folder=tmp_path)
     wait_for_step(tmp_path / "run", 3, process)
-    process.send_signal(number)
+    names = {" ".join(child.cmdline()).strip(): child for child in psutil.Process(process.pid).children(recursive=True)}
+    assert "shardwise: rank 1 of 2, run" in names, list(names)
+    if isinstance(number, str):
+        names[f"shardwise: fork server of {process.pid}"].send_signal(signal.SIGTERM)  # which passes it on
+    else:
+        process.send_signal(number)
     said, _ = process.communicate(timeout=60)
     assert process.returncode == 0, said
     name = "Ctrl-C (SIGINT)" if number == signal.SIGINT else "SIGTERM"

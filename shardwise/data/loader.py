@@ -12,6 +12,7 @@ their pipe closes.
 """
 
 import multiprocessing
+import os
 import signal
 import threading
 import time
@@ -30,6 +31,7 @@ from typing import NoReturn
 import numpy as np
 import torch
 
+from shardwise.console import name_process
 from shardwise.data.sample_stream import Samples, SampleStream, rank_positions
 from shardwise.errors import DataError
 
@@ -159,6 +161,7 @@ def _worker_loop(pipe: Connection, reader: _RankReader, first_step: int, stride:
     # Signals such as Ctrl-C reach the whole process group; the loader's process decides when workers stop.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    name_process(f"shardwise: data loader of {os.getppid()}")
     torch.set_num_threads(1)
     try:
         for step in count(first_step, stride):

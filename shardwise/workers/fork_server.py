@@ -36,6 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise import quick_import
+from shardwise.console import name_process
 from shardwise.workers.run_owner import BEAT_SECONDS, keep
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -217,6 +218,7 @@ def _fork_workers(command: Message, channel: MessageChannel) -> _ForkedGroup:
         if not os.read(read, 1):
             os._exit(0)  # the pipe closed: this standby was never needed
         os.close(read)
+        _name_worker("rank", command)
 
     options, pids = {"snapshots": folder, "standby_gate": wait if read >= 0 else None}, {}
     for local_index, rank in enumerate(command["ranks"]):
@@ -247,6 +249,7 @@ def _fork_worker(channel: MessageChannel, local_index: int, command: Message, op
         world = {"RANK": command["ranks"][local_index], "LOCAL_RANK": slots[local_index]}
         world |= {"WORLD_SIZE": command["size"], "LOCAL_WORLD_SIZE": len(slots)}
         os.environ.update({name: str(value) for name, value in world.items()} | command.get("environment", {}))
+        _name_worker("standby of rank" if command.get("standby") else "rank", command)
         module, _, name = command["entry"].partition(":")
         getattr(quick_import(module), name)(command["arguments"], **options)
         sys.stdout.flush()
@@ -257,6 +260,10 @@ def _fork_worker(channel: MessageChannel, local_index: int, command: Message, op
         os._exit(code)  # skip the teardown: it would wait for peers, or touch what belongs to the fork server
 
 
+def _name_worker(role: str, command: Message) -> None:
+    name_process(f"shardwise: {role} {os.environ['RANK']} of {command['size']}, {command['arguments'][0]}")
+
+
 def signal_parent_death(number: int) -> None:
     """Asks the kernel for a signal when the parent dies."""
     ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
@@ -264,7 +271,7 @@ def signal_parent_death(number: int) -> None:
 
 def _serve_and_exit(connection: socket.socket) -> None:
     """Runs the fork server and exits; never returns."""
-    _ignore_stop_signals()
+    _pass_on_stop_signals()
     try:
         serve(connection)
     except BaseException:  # noqa: BLE001 - nobody above reports it
@@ -273,13 +280,16 @@ def _serve_and_exit(connection: socket.socket) -> None:
         os._exit(0)
 
 
-def _ignore_stop_signals() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # the terminal sends them to every process; the launcher decides
-        signal.signal(number, signal.SIG_IGN)
+def _pass_on_stop_signals() -> None:
+    """The launcher decides. A terminal sends it Ctrl-C too; SIGTERM may be meant for this process alone."""
+    launcher = os.getppid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda number, frame: signal_all([launcher] * (os.getppid() == launcher), number))
+    name_process(f"shardwise: fork server of {launcher}")
 
 
 if __name__ == "__main__":
-    _ignore_stop_signals()
+    _pass_on_stop_signals()
     for module in sys.argv[2:]:
         quick_import(module)
     _serve_and_exit(socket.socket(fileno=int(sys.argv[1])))
