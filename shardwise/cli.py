@@ -5,6 +5,11 @@ import io
 import json
 import os
 import sys
+import tomllib
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import wraps
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -15,7 +20,7 @@ from typer import Argument, Option
 
 from shardwise import __version__, cli_commands, quick_import
 from shardwise.cli_commands import JobFile, JsonFlag, LayoutOption, Overrides
-from shardwise.console import print_line
+from shardwise.console import Answer, elapsed_shown, print_answer, print_line, quietly
 from shardwise.errors import EXIT_UNFINISHED, JobError, ShardwiseError
 from shardwise.job import Job, load_job
 
@@ -59,7 +64,7 @@ def train(
     proof: Annotated[bool, Option(help="First verify the layout of a model not built in; --no-proof skips it.")] = True,
     accept_data_change: Annotated[bool, Option("--accept-data-change", help="Resume with changed data.")] = False,
     strict: Annotated[bool, Option("--strict", help="Refuse suspicious settings.")] = False,
-) -> None:
+) -> Answer:
     """Trains a job. Without a job file, trains the built-in demo on this machine."""
     if resume is not None and job_file is not None:
         raise JobError("--resume reads the job from the run folder; remove the job file from the command.")
@@ -79,26 +84,28 @@ def train(
     from shardwise.launch.cluster_environment import detect
     from shardwise.verify.command import prove
 
-    is_finished = start_training(
+    folder, is_finished = start_training(
         job_file, overrides, resume, print_line, continue_run, environment=detect(node, address),
         check=prove if proof else None, accept_data_change=accept_data_change, strict=strict,
     )  # fmt: skip
     if continue_run and not is_finished:
         raise typer.Exit(EXIT_UNFINISHED)
+    if folder is None:  # not node 0
+        return Answer({"is_finished": is_finished})
+    last: dict[str, Any] = next(iter(reversed(list(folder.metrics()))), {})
+    values = {"step": last.get("step"), "loss": last.get("loss")}
+    return Answer({"run": str(folder.place), "is_finished": is_finished, **values})
 
 
 @app.command()
-def inspect(job_file: JobFile = None, overrides: Overrides = None, as_json: JsonFlag = False) -> None:
+def inspect(job_file: JobFile = None, overrides: Overrides = None) -> Answer:
     """Shows a model's blocks, parameters and tied weights, and which axes of a layout it supports."""
     inspect_job = quick_import("shardwise.verify.command").inspect_job
 
     found = inspect_job(load_job(job_file, overrides or []))
-    if as_json:
-        print_line(json.dumps(found))
-        return
-    axes = found.pop("axes")
-    for name, value in (found | axes).items():
-        print_line(f"{name + ':':<12} {value}")
+    rows = {**found, **found["axes"]}
+    del rows["axes"]
+    return Answer(found, "\n".join(f"{name + ':':<12} {value}" for name, value in rows.items()))
 
 
 @app.command()
@@ -125,19 +132,19 @@ def verify(
 
     def show(record: Any) -> None:
         if as_json:
-            print_line(json.dumps(record.as_dict()))
+            print_answer(json.dumps(record.as_dict()))
             return
         errors = [f"{value:.1e}" for value in (record.loss, record.grad_norm, record.grad, record.weight)]
         table.add_row(record.layout, *errors, "exact" if record.ok else "DIFFERS")
         if sys.stdout.isatty():
-            console.print(f"{record.layout}: {'exact' if record.ok else 'DIFFERS'}", highlight=False)
+            print_line(f"{record.layout}: {'exact' if record.ok else 'DIFFERS'}")
 
     records = verify_job(job_file, overrides or [], layout or [], shrink, steps, show)
     if not as_json:
         console.print(table)
     failed = [record for record in records if not record.ok]
     for record in failed if not as_json else ():
-        print_line(record.describe())
+        print_answer(record.describe())
     if failed:
         raise typer.Exit(1)
 
@@ -147,7 +154,7 @@ def _verify_against(job: Any, against: str, shrink: bool, as_json: bool) -> None
         raise JobError(f"--against {against} is unknown; known: hf.")
     command = quick_import("shardwise.verify.command")
     found = command.compare_with_transformers(command.shrink_model(job) if shrink else job)
-    print_line(json.dumps(vars(found) | {"ok": found.ok}) if as_json else found.text())
+    print_answer(json.dumps(vars(found) | {"ok": found.ok}) if as_json else found.text())
     if not found.ok:
         raise typer.Exit(1)
 
@@ -160,17 +167,15 @@ def plan(
     devices: Annotated[int | None, Option(min=1, help="Devices; default: one node, rack or pod (cpu: 1024).")] = None,
     layout: Annotated[str | None, Option(help="Estimate this layout instead of searching.")] = None,
     price: Annotated[float | None, Option(min=0, help="Of a device for an hour: states the run's cost.")] = None,
-    as_json: JsonFlag = False,
-) -> None:
+) -> Answer:
     """Chooses the fastest layout for a job on a cluster and predicts step time and memory. Needs no devices."""
     plan_job = quick_import("shardwise.planner.plan").plan_job
     from shardwise.planner.show import show_plan
 
     plan_result = plan_job(job_file, overrides or [], cluster, devices, layout)
-    if as_json:
-        print_line(json.dumps(plan_result.as_dict()))
-    else:
-        show_plan(plan_result, Console(), price)
+    with (console := Console()).capture() as shown:
+        show_plan(plan_result, console, price)
+    return Answer(plan_result.as_dict(), shown.get().rstrip("\n"))
 
 
 @app.command()
@@ -191,7 +196,7 @@ def dryrun(
 
     reports = dryrun_job(job_file, overrides or [], layout, rank or [], every_stage)
     for text in [json.dumps(report.as_dict()) for report in reports] if as_json else [describe_reports(reports)]:
-        print_line(text)
+        print_answer(text)
 
 
 @app.command()
@@ -199,11 +204,12 @@ def calibrate(
     out: Annotated[Path, Option("--out", "-o", help="Cluster file to write (TOML).")] = Path("cluster.toml"),
     processes: Annotated[int, Option(min=1, help="Number of CPU processes to measure with; unused on GPUs.")] = 2,
     device: Annotated[str, Option(help="Device to measure: auto, cpu or cuda.")] = "auto",
-) -> None:
+) -> Answer:
     """Measures this machine for the planner. Pass the file to `plan` as --cluster."""
     from shardwise.planner.calibrate import calibrate_to_file
 
-    print_line(calibrate_to_file(out, processes, device))
+    text = calibrate_to_file(out, processes, device)
+    return Answer({"file": str(out), **tomllib.loads(out.read_text(encoding="utf-8"))}, text)
 
 
 bench = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", help="Benchmarks of this machine.")
@@ -215,8 +221,8 @@ def bench_step(
     job_file: JobFile = None, overrides: Overrides = None,
     model: Annotated[str | None, Option(help="Model family or preset; short for --set model.name=...")] = None,
     batch: Annotated[int | None, Option(min=1, help="Global batch; short for --set batch.samples=...")] = None,
-    steps: Annotated[int, Option(min=2, help="Number of steps to measure.")] = 10, as_json: JsonFlag = False,
-) -> None:  # fmt: skip
+    steps: Annotated[int, Option(min=2, help="Number of steps to measure.")] = 10,
+) -> Answer:  # fmt: skip
     """Benchmarks training steps of a job on one device with random tokens: tokens/s, memory, time by kernel."""
     flag_overrides = [f"model.name={model}"] * bool(model) + [f"batch.samples={batch}"] * bool(batch)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler's log
@@ -229,15 +235,14 @@ def bench_step(
 
     require_memory(job, 8)
     report = bench_step(job, torch.device(pick_device(job)), steps)
-    print_line(json.dumps(report.as_dict()) if as_json else report.text())
+    return Answer(report.as_dict(), report.text())
 
 
 @app.command()
 def doctor(
     run: Annotated[Path, Argument(help="Run folder; the run may be in progress or finished.")] = Path("."),
     preflight: Annotated[bool, Option("--preflight", help="Measure devices, disks, clocks and links instead.")] = False,
-    as_json: JsonFlag = False,
-) -> None:
+) -> Answer | None:
     """Diagnoses a run that hangs or has failed: which rank, in which operation, where in the code, who waits for it.
 
     With --preflight, under torchrun or srun, measures that world before a run and names what is slow."""
@@ -245,10 +250,9 @@ def doctor(
     from shardwise.workers.diagnosis import diagnose_run
 
     if preflight:
-        cli_commands.preflight(run, as_json)
-        return
-    for line in diagnose_run(fetch_run(run)):
-        print_line(line)
+        return cli_commands.preflight(run)
+    lines = list(diagnose_run(fetch_run(run)))
+    return Answer(lines, "\n".join(lines))
 
 
 for _name, _function in cli_commands.COMMANDS.items():
@@ -259,15 +263,13 @@ for _name, _function in cli_commands.COMMANDS.items():
 def chaos(
     job_file: JobFile = None, overrides: Overrides = None, layout: LayoutOption = None,
     faults: Annotated[int, Option(min=1, help="Number of faults to inject.")] = 10,
-    seed: Annotated[int, Option(min=0, help="Seed of the fault schedule.")] = 0, as_json: JsonFlag = False,
-) -> None:  # fmt: skip
+    seed: Annotated[int, Option(min=0, help="Seed of the fault schedule.")] = 0,
+) -> Answer:  # fmt: skip
     """Runs a job with and without injected faults (kill -9, SIGSTOP, bit flips, NaN) and compares the two runs."""
     from shardwise.chaos.run import run_chaos
 
     report = run_chaos(job_file, [*(overrides or []), *[f"layout={layout}"] * bool(layout)], faults, seed, print_line)
-    print_line(json.dumps(report.as_dict()) if as_json else report.text())
-    if not report.ok:
-        raise typer.Exit(1)
+    return Answer(report.as_dict(), report.text(), report.ok)
 
 
 @app.command()
@@ -277,29 +279,58 @@ def data(
     job_file: Annotated[Path | None, Option("--job", help="Job file with the [data] section.")] = None,
     overrides: Overrides = None,
     count: Annotated[int, Option(min=1, help="Number of samples to show, with preview.")] = 3,
-) -> None:
+) -> Answer:
     """Tokenizes a data source into a memory-mapped token file, for `data.source = "tokens"`.
 
     `data preview` shows samples as a model gets them. What counts towards the loss is green, or in [[ ]] when piped."""
     from shardwise.data.text import encode_source
 
     if str(out) != "preview":
-        print_line(encode_source(load_job(job_file, overrides or []).data, out))
-        return
+        text = encode_source(load_job(job_file, overrides or []).data, out)
+        return Answer({"file": str(out), "text": text}, text)
     job = load_job(preview_file or job_file, overrides or [])
-    for line in quick_import("shardwise.data.make_sources").preview_job(job, count, sys.stdout.isatty()):
-        print_line(line)
+    lines = list(quick_import("shardwise.data.make_sources").preview_job(job, count, sys.stdout.isatty()))
+    return Answer(lines, "\n".join(lines))
 
 
-def _bound_numbers(commands: typer.Typer) -> None:
-    """Gives every numeric option an upper bound."""
+def _complete(commands: typer.Typer) -> None:
+    """Gives every command what all have: --quiet, --json, a bound for every number, the time that it takes."""
     for command in commands.registered_commands:
+        assert command.callback is not None
         for name, hint in get_type_hints(command.callback, include_extras=True).items():
             for option in getattr(hint, "__metadata__", ()):
                 if option.min is not None and option.max is None:
                     option.max = MAX_OPTIONS.get(name, 10**6)
+        command.callback = _with_common_options(command.callback)
     for group in commands.registered_groups:
-        _bound_numbers(group.typer_instance)  # type: ignore[arg-type]
+        _complete(group.typer_instance)  # type: ignore[arg-type]
+
+
+def _with_common_options(function: Callable[..., Answer | None]) -> Callable[..., None]:
+    given = signature(function)
+    common: dict[str, Any] = {"quiet": cli_commands.QuietFlag}
+    if "as_json" not in given.parameters and "Answer" in str(given.return_annotation):
+        common["as_json"] = JsonFlag
+
+    @wraps(function)
+    def run(quiet: bool, as_json: bool = False, **options: Any) -> None:
+        is_shown = function not in (train, cli_commands.watch)  # the others say nothing for long
+        with quietly() if quiet or as_json else elapsed_shown(function.__name__) if is_shown else nullcontext():
+            answer = function(**options, **{"as_json": as_json} if "as_json" in given.parameters else {})
+        if answer is not None:
+            text = json.dumps(answer.data) if as_json else answer.text
+            if text:
+                print_answer(text)
+            if not answer.ok:
+                raise typer.Exit(1)
+
+    added = [Parameter(name, Parameter.KEYWORD_ONLY, default=False, annotation=kind) for name, kind in common.items()]
+    run.__signature__ = given.replace(parameters=[*given.parameters.values(), *added])  # type: ignore[attr-defined]
+    run.__annotations__ = function.__annotations__ | common
+    return run
+
+
+_complete(app)
 
 
 def main() -> None:
@@ -307,7 +338,6 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):  # a file name or a run's text may have characters that the terminal has not
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    _bound_numbers(app)
     try:
         sys.exit(app(standalone_mode=False))  # the exit code of a typer.Exit, or None
     except ShardwiseError as error:

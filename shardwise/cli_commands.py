@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from typer import Argument, Exit, Option
+from typer import Argument, Option
 
 from shardwise import quick_import
-from shardwise.console import print_line
+from shardwise.console import Answer, print_answer, print_line
 from shardwise.errors import DataError, JobError
 from shardwise.files import malformed_as_data_error, require_parent_folder, write_text
 from shardwise.job import load_job
@@ -22,18 +22,18 @@ Overrides = Annotated[list[str] | None, Option("--set", metavar="KEY=VALUE", hel
 LayoutOption = Annotated[str | None, Option(help='Layout, e.g. "shard=4 tensor=2"; short for --set layout=...')]
 RunArgument = Annotated[Path, Argument(help="Run folder.")]
 JsonFlag = Annotated[bool, Option("--json", help="Print JSON instead of text.")]
+QuietFlag = Annotated[bool, Option("--quiet", "-q", help="Print nothing but the result and errors.")]
 
 
 def where(
     folder: Annotated[Path, Argument(exists=True, help="Folder whose storage is described.")] = Path("."),
-    as_json: JsonFlag = False,
-) -> None:
+) -> Answer:
     """Shows which scheduler started this process, what says so, its rank or node, devices, links and storage."""
     found = quick_import("shardwise.launch.where")
     from shardwise.launch.cluster_environment import detect
 
     place = found.describe_place(detect(), folder)
-    print_line(json.dumps(place) if as_json else found.place_text(place))
+    return Answer(place, found.place_text(place))
 
 
 def submit(
@@ -57,7 +57,7 @@ def submit(
     address: Annotated[str, Option(metavar="HOST:PORT", help="Address of node 0 (ssh); default: first host.")] = "",
     python: Annotated[str, Option(help="Python on the nodes; default: this one (Kubernetes: python).")] = "",
     dry_run: Annotated[bool, Option("--dry-run", help="Only write and show the file.")] = False,
-) -> None:
+) -> Answer:
     """Writes what a scheduler needs to run a job on several nodes, shows it and submits it. It resumes by itself."""
     if [slurm, k8s, ray, bool(ssh)].count(True) != 1:
         raise JobError("choose where to submit: one of --slurm, --k8s, --ray and --ssh HOSTS.")
@@ -91,6 +91,7 @@ def submit(
     print_line(f"written:    {submission.path}")
     if not dry_run:
         submission.submit(print_line)
+    return Answer({"file": str(submission.path), "is_submitted": not dry_run})
 
 
 def sweep(
@@ -100,7 +101,7 @@ def sweep(
     out: Annotated[Path | None, Option(help="Folder of the runs; default: runs/sweep-JOB.")] = None,
     parallel: Annotated[int, Option(min=1, help="Number of runs side by side.")] = 1,
     halve: Annotated[bool, Option(help="Stop the worse half early, repeatedly; --no-halve trains all.")] = True,
-) -> None:
+) -> Answer:
     """Trains a job for each combination of values, and compares the runs on one page. The same command continues it."""
     run_sweep = quick_import("shardwise.launch.sweep").run_sweep
 
@@ -113,12 +114,14 @@ def sweep(
         comparison = page_data.compare([trial.folder for trial in ran])
         write_text(out / "sweep.html", report_page.render_page(comparison, "Runs compared"))
         print_line(f"compared:   {out / 'sweep.html'}")
+    rows = [vars(trial) | {"folder": str(trial.folder), "loss": trial.loss if trial.step else None} for trial in trials]
     if not ran or ran[0].problem:
-        raise Exit(1)
-    print_line(f"best:       {ran[0].name}, loss {ran[0].loss:.4f} at step {ran[0].step}, {ran[0].folder}")
+        return Answer(rows, ok=False)
+    best = ran[0]
+    return Answer(rows, f"best:       {best.name}, loss {best.loss:.4f} at step {best.step}, {best.folder}")
 
 
-def preflight(folder: Path, as_json: bool) -> None:
+def preflight(folder: Path) -> Answer | None:
     """Measures the world of this process, or this machine; exits with 1 if something is slow."""
     found = quick_import("shardwise.launch.where")
     from shardwise.launch.cluster_environment import detect
@@ -126,9 +129,9 @@ def preflight(folder: Path, as_json: bool) -> None:
     environment = detect()
     measured = found.measure_world(environment, folder)
     problems = found.find_problems(measured)
-    if environment.is_main:
-        print_line(json.dumps({"ranks": measured, "problems": problems}) if as_json else found.preflight_text(measured))
-        raise Exit(1 if problems else 0)
+    if not environment.is_main:
+        return None
+    return Answer({"ranks": measured, "problems": problems}, found.preflight_text(measured), not problems)
 
 
 StepOption = Annotated[str, Option(help="Checkpoint: a step, or best; default: the newest.")]
@@ -143,13 +146,13 @@ def sample(
     top_p: Annotated[float, Option(min=0.0, help="Choose among tokens that together have this probability.")] = 1.0,
     stop: Annotated[list[str] | None, Option(help="End the text before this string; repeatable.")] = None,
     seed: Annotated[int, Option(min=0, help="Sampling seed.")] = 0,
-) -> None:
+) -> Answer:
     """Generates text with the model of a run, on one device."""
     generate = quick_import("shardwise.train.generate")
 
     sampling = generate.Sampling(tokens, temperature, top_k, top_p, tuple(stop or ()), seed=seed)
-    for text in generate.sample_run(run, prompt or [""], sampling):
-        print_line(text)
+    texts = list(generate.sample_run(run, prompt or [""], sampling))
+    return Answer(texts, "\n".join(texts))
 
 
 def evaluate(
@@ -167,7 +170,7 @@ def evaluate(
     found = module.evaluate(path, data or [], tasks or [], layout, step, overrides or [], batch)
     if os.environ.get("RANK", "0") == "0":
         for line in [module.results_json(found)] if as_json else module.results_text(found):
-            print_line(line)
+            print_answer(line)
 
 
 DtypeOption = Annotated[str, Option(help="float32, bf16, fp16 or float64; auto: as the run's first weights.")]
@@ -180,27 +183,30 @@ OutFolder = Annotated[Path, Argument(help="Folder to write; it must not exist.")
 def export(
     run: Annotated[Path, Argument(help="Run folder with a checkpoint.")], out: OutFolder, step: StepOption = "",
     dtype: DtypeOption = "auto", max_shard_size: ShardSize = 5.0, check: CheckFlag = False, gate: Gates = None,
-) -> None:  # fmt: skip
+) -> Answer:  # fmt: skip
     """Writes a run as a folder that transformers loads, with model card, proof and data profile."""
-    _hand_over(run, out, step, dtype, max_shard_size, check, gate, merges=False)
+    return _hand_over(run, out, step, dtype, max_shard_size, check, gate, merges=False)
 
 
 def merge(
     run: Annotated[Path, Argument(help="Run folder with a checkpoint of adapters (model.lora).")], out: OutFolder,
     step: StepOption = "", dtype: DtypeOption = "auto", max_shard_size: ShardSize = 5.0, check: CheckFlag = False,
     gate: Gates = None,
-) -> None:  # fmt: skip
+) -> Answer:  # fmt: skip
     """Adds the adapters of a run to the weights that it started from, and writes a folder that transformers loads."""
-    _hand_over(run, out, step, dtype, max_shard_size, check, gate, merges=True)
+    return _hand_over(run, out, step, dtype, max_shard_size, check, gate, merges=True)
 
 
 def _hand_over(
     run: Path, out: Path, step: str, dtype: str, gigabytes: float, check: bool, gates: list[str] | None, merges: bool
-) -> None:
+) -> Answer:
     hand_over = quick_import("shardwise.export.handover").hand_over
 
+    done = []
     for sentence in hand_over(run, out, step, dtype, int(gigabytes * 1e9), check, merges, gates or []):
         print_line(sentence)
+        done.append(sentence)
+    return Answer({"folder": str(out), "done": done})
 
 
 def drift(
@@ -208,16 +214,14 @@ def drift(
     new: Annotated[str, Argument(help="New data: a file or folder of the same kind, or another profile (.json).")],
     threshold: Annotated[float, Option(min=0.0, help="PSI above which a column counts as moved.")] = 0.1,
     page: Annotated[Path | None, Option("--html", help="Write a page with the histograms side by side.")] = None,
-    as_json: JsonFlag = False,
-) -> None:
+) -> Answer:
     """Compares new data with the profile of the training data, column by column; exits with 1 if one has drifted."""
     module = quick_import("shardwise.export.drift")
 
     require_parent_folder(page)
     found = module.drift(profile, new, threshold, page)
-    print_line(module.drift_json(found) if as_json else module.drift_text(found))
-    if any(column.drifted for column in found):
-        raise Exit(1)
+    has_drifted = any(column.drifted for column in found)
+    return Answer(json.loads(module.drift_json(found)), module.drift_text(found), not has_drifted)
 
 
 def watch(
@@ -231,19 +235,19 @@ def watch(
     serve_runs(run, port, host, print_line)
 
 
-def report(run: RunArgument) -> None:
+def report(run: RunArgument) -> Answer:
     """Writes the report of a run as one self-contained page: report.html in the run folder."""
     from shardwise.watch.report_page import write_report
 
     with malformed_as_data_error(run):
-        print_line(str(write_report(run)))
+        page = str(write_report(run))
+    return Answer({"page": page}, page)
 
 
 def compare(
     runs: Annotated[list[Path], Argument(help="Two or more run folders.")],
     html: Annotated[Path | None, Option(help="Also write an HTML page with curves to this file.")] = None,
-    as_json: JsonFlag = False,
-) -> None:
+) -> Answer:
     """Compares runs: job differences, loss over samples and over time, throughput."""
     from shardwise.watch import page_data
     from shardwise.watch.report_page import render_page
@@ -253,22 +257,22 @@ def compare(
         if html is not None:
             require_parent_folder(html)
             write_text(html, render_page(comparison, "Runs compared"))
-        if as_json:
-            print_line(json.dumps(comparison))
-        else:
-            Console().print(*page_data.comparison_tables(comparison))
+        with (console := Console()).capture() as shown:
+            console.print(*page_data.comparison_tables(comparison))
+        return Answer(comparison, shown.get().rstrip("\n"))
 
 
 def trace(
     run: RunArgument,
     out: Annotated[Path | None, Option("--out", "-o", help="File; default: trace.json in the run folder.")] = None,
-) -> None:
+) -> Answer:
     """Writes a trace of all ranks for Perfetto or chrome://tracing."""
     from shardwise.watch.report_page import write_trace
 
     with malformed_as_data_error(run):
         path, events = write_trace(run, out)
-    print_line(f"{path}: {events:,} events; open it at ui.perfetto.dev or chrome://tracing")
+    text = f"{path}: {events:,} events; open it at ui.perfetto.dev or chrome://tracing"
+    return Answer({"file": str(path), "events": events}, text)
 
 
 COMMANDS: dict[str, Any] = {
@@ -299,13 +303,13 @@ def laws_design(
     sizes: Annotated[int, Option(min=1, help="Number of model sizes per budget.")] = 5,
     spread: Annotated[float, Option(min=1.0, help="Ratio of the largest to the middle model size.")] = 4.0,
     out: Annotated[Path, Option("--out", "-o", help="Folder for the job files and their runs.")] = Path("laws"),
-    overrides: Overrides = None, counts: ParameterScope = "all", as_json: JsonFlag = False,
-) -> None:  # fmt: skip
+    overrides: Overrides = None, counts: ParameterScope = "all",
+) -> Answer:  # fmt: skip
     """Writes a grid of small jobs for fitting a scaling law: several compute budgets, several model sizes each."""
     from shardwise.laws.budget import design_grid, design_lines, parse_budget, write_grid
 
     rows = write_grid(design_grid(*parse_budget(budget), budgets, sizes, spread, overrides or [], counts, out))
-    print_line(json.dumps(rows) if as_json else "\n".join(design_lines(rows, out)))
+    return Answer(rows, "\n".join(design_lines(rows, out)))
 
 
 @laws.command("fit")
@@ -316,8 +320,7 @@ def laws_fit(
     seed: Annotated[int, Option(min=0, help="Seed of the bootstrap weights.")] = 0,
     counts: ParameterScope = "all",
     out: Annotated[Path | None, Option("--out", "-o", help="Write the fit to this file (JSON).")] = None,
-    as_json: JsonFlag = False,
-) -> None:
+) -> Answer:
     """Fits L(N, D) = E + A / N^alpha + B / D^beta to runs, with confidence intervals, residuals and outliers."""
     from shardwise.files import write_text
     from shardwise.laws.fit import fit_as_dict, fit_scaling_law, fit_text, read_runs
@@ -325,7 +328,7 @@ def laws_fit(
     values = fit_as_dict(fit_scaling_law(read_runs(runs, counts), drop, draws, seed))
     if out is not None:
         write_text(out, json.dumps(values) + "\n")
-    print_line(json.dumps(values) if as_json else fit_text(values))
+    return Answer(values, fit_text(values))
 
 
 @laws.command("recommend")
@@ -335,8 +338,8 @@ def laws_recommend(
     cluster: Annotated[str | None, Option(help="Cluster preset or calibrated file; needs --devices.")] = None,
     days: Annotated[float | None, Option(help="Time budget in days; needs --devices and --cluster.")] = None,
     law: Annotated[Path | None, Option(help="Saved fit (JSON); default: the built-in law.")] = None,
-    overrides: Overrides = None, as_json: JsonFlag = False,
-) -> None:  # fmt: skip
+    overrides: Overrides = None,
+) -> Answer:  # fmt: skip
     """Recommends model size and tokens for a compute budget, and predicts its loss and that of other sizes."""
     from shardwise.laws.budget import recommend_text, recommend_with_plan
     from shardwise.laws.fit import published_law, read_fitted_law
@@ -344,4 +347,4 @@ def laws_recommend(
     fitted_law = published_law() if law is None else read_fitted_law(law)
     with malformed_as_data_error(law or Path("the built-in law")):
         result = recommend_with_plan(fitted_law, flops, days, devices, cluster, overrides or [])
-        print_line(json.dumps(result) if as_json else recommend_text(result, fitted_law.law.E))
+        return Answer(result, recommend_text(result, fitted_law.law.E))

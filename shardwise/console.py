@@ -4,19 +4,65 @@ import math
 import os
 import signal
 import sys
-from collections.abc import Sequence
-from contextlib import suppress
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+CLEAR = "\x1b[K"  # a terminal clears the rest of the line
+
+
+class Answer(NamedTuple):
+    """What a command found: `data` is printed with --json, `text` without. If not `ok`, it exits with 1."""
+
+    data: Any
+    text: str = ""
+    ok: bool = True
 
 
 def print_line(text: str) -> None:
+    """Prints a line of progress, unless the command is to be quiet."""
+    if "SHARDWISE_QUIET" not in os.environ:
+        print_answer(text)
+
+
+def print_answer(text: str) -> None:
     """Prints a line and flushes it. After a broken pipe (`| head`), this and all later lines are dropped."""
     try:
-        print(text, flush=True)
+        print(CLEAR + text if sys.stdout.isatty() else text, flush=True)
     except OSError:
         # Replaces the file descriptor, because the buffered output would fail again when Python exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Drops the lines of progress, those of workers too."""
+    os.environ["SHARDWISE_QUIET"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["SHARDWISE_QUIET"]
+
+
+@contextmanager
+def elapsed_shown(name: str) -> Iterator[None]:
+    """On a terminal, shows from two seconds on how long a command has been at work."""
+    if not (sys.stderr.isatty() and sys.stdout.isatty()):
+        yield
+        return
+    begin = time.monotonic()
+    # By a signal, not a thread: commands fork. The cursor stays at the line's begin, so that the next line replaces it.
+    show = lambda *_: os.write(2, f"{CLEAR}{name}: {time.monotonic() - begin:.0f} s\r".encode())  # noqa: E731
+    previous = signal.signal(signal.SIGALRM, show)
+    signal.setitimer(signal.ITIMER_REAL, 2.0, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, previous)
+        os.write(2, CLEAR.encode())
 
 
 def name_process(name: str) -> None:

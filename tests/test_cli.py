@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
 import shardwise
-from shardwise.cli import main
+from shardwise.cli import app, main
 from shardwise.verify.parity import VerifyResult
 
 
@@ -47,12 +50,43 @@ def test_layout_is_short_for_a_setting(
 ) -> None:
     asked: list[list[str]] = []
     monkeypatch.setattr(
-        "shardwise.launch.start.start_training", lambda file, settings, *_, **__: asked.append(settings)
+        "shardwise.launch.start.start_training",
+        lambda file, settings, *_, **__: (asked.append(settings), True),  # type: ignore[func-returns-value]
     )
     assert not call(monkeypatch, "train", "--set", "steps=3", "--layout", "pipeline=2 tensor=2")
     assert asked == [["steps=3", "layout=pipeline=2 tensor=2"]]
     assert call(monkeypatch, "train", "--layout", "pipline=2") == 2
     assert "did you mean 'pipeline'?" in capsys.readouterr().err
+
+
+def test_every_command_can_be_quiet_and_answers_in_json() -> None:
+    commands = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+    for group in ("laws", "bench"):
+        commands |= commands.pop(group).commands
+    options = {name: {option.name for option in command.params} for name, command in commands.items()}
+    assert [name for name in options if "quiet" not in options[name]] == []
+    assert [name for name in options if "as_json" not in options[name]] == ["watch"]
+
+
+def test_what_is_asked_for_as_json_is_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = ["--set", "steps=2", "--set", "layout=tensor=2", "--set", "model.width=32", "--set", "run.folder=run"]
+
+    def answer(*words: str) -> Any:
+        assert not call(monkeypatch, *words, "--json")
+        return json.loads(capfd.readouterr().out)
+
+    trained = answer("train", *small)
+    assert (trained["run"], trained["is_finished"], trained["step"]) == ("run", True, 2) and trained["loss"] > 0
+    assert answer("report", "run") == {"page": "run/report.html"} and answer("trace", "run")["events"] > 0
+    assert len(answer("sample", "run", "--tokens", "3", "--prompt", "a", "--prompt", "b")) == 2
+    assert answer("export", "run", "out")["folder"] == "out" and "no fault" in answer("doctor", "run")[0]
+    assert not call(monkeypatch, "train", *small, "--set", "run.folder=other", "--quiet")
+    assert capfd.readouterr().out == ""
+    assert not call(monkeypatch, "report", "run", "-q")
+    assert capfd.readouterr().out == "run/report.html\n"
 
 
 def test_an_empty_command_line_is_help_and_no_error(

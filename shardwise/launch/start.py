@@ -75,9 +75,10 @@ class StartOptions:
 def start_training(
     job_file: Path | None, settings: list[str], resume: Path | None, say: Say, resume_if_exists: bool = False,
     **options: Any,
-) -> bool:  # fmt: skip
+) -> tuple[RunFolder | None, bool]:  # fmt: skip
     """Trains a job file, the job of the run to resume, or the demo. `options`: those of StartOptions. With
-    `resume_if_exists`, resumes the run in the job's folder if there is one. Returns whether all steps were taken."""
+    `resume_if_exists`, resumes the run in the job's folder if there is one. Returns the run folder (None on other nodes
+    than node 0) and whether all steps were taken."""
     given = StartOptions(resume, **options)
     if resume_if_exists and resume is None and given.environment.reads_job:
         folder = load_job(job_file, settings).run.folder
@@ -95,7 +96,7 @@ def start_training(
         is_named = any(setting.startswith("model.name=") for setting in settings)  # then the demo's own gives way
         return load_job(base, [*(DEMO_WITHOUT_MODEL if base and is_named else ()), *settings])
 
-    return _start(load, say, given)[1]
+    return _start(load, say, given)
 
 
 def start_job(job: Job, say: Say, resume: Path | None = None, **options: Any) -> RunFolder:
