@@ -13,9 +13,10 @@ from typing import Annotated, Any, Literal, cast, get_args
 import tomli_w
 from pydantic import Field, SerializeAsAny, ValidationError, field_validator
 
+from shardwise.console import format_count
 from shardwise.errors import JobError, LayoutError, shorten, suggest
 from shardwise.files import parse_toml
-from shardwise.layout import Layout
+from shardwise.layout import Layout, divisible_batch
 from shardwise.models.config import ConfigSection, Count, ModelConfig
 from shardwise.models.family import Family
 from shardwise.models.gpt_family import DecoderConfig
@@ -261,8 +262,16 @@ class Job(ConfigSection):
     def samples(self) -> int:
         """Global batch size in samples."""
         if self.batch.tokens is not None:
-            return max(1, self.batch.tokens // self.model.sequence_length)
+            return divisible_batch(self.batch.tokens / self.model.sequence_length)
         return self.batch.samples or 32
+
+    @property
+    def rounding(self) -> str:
+        """Says that the batch is not quite `batch.tokens`, if so."""
+        wanted = self.batch.tokens
+        if wanted is None or wanted == self.samples * self.model.sequence_length:
+            return ""
+        return f" (batch.tokens = {format_count(wanted)}, rounded to divide well)"
 
     @property
     def is_packed(self) -> bool:

@@ -10,9 +10,9 @@ Mesh order, outermost first: pipeline, replicate, shard, context, tensor.
 import dataclasses
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import islice
-from math import isqrt, prod
+from math import ceil, floor, isqrt, prod
 
 from shardwise.console import pluralize
 from shardwise.errors import LayoutError, shorten, suggest
@@ -219,6 +219,17 @@ def micro_batch_error(layout: Layout, count: int) -> str | None:
             runs = f"schedule {layout.schedule} runs its micro-batches in max(1, n // pipeline) equal rounds"
             return f"{runs}, but {count} micro-batches are not divisible by {rounds}"
     return None
+
+
+@cache
+def divisible_batch(wanted: float, tolerance: float = 0.02) -> int:
+    """Returns the number of samples near `wanted` that most sizes up to 128 divide; `wanted` itself if it is whole."""
+    if wanted == int(wanted) or wanted < 1:
+        return max(1, int(wanted))
+    reach = min(tolerance * wanted, 1000.0)
+    near = range(ceil(wanted - reach), floor(wanted + reach) + 1)
+    divisors = {number: sum(number % size == 0 for size in range(1, 129)) for number in near}
+    return max(near, key=lambda number: (divisors[number], -abs(number - wanted)), default=int(wanted))
 
 
 def solve_batch(layout: Layout, samples: int) -> BatchSplit:

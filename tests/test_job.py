@@ -124,6 +124,15 @@ def test_overrides(tmp_path: Path) -> None:
     assert (job.layout, job.model.layers, job.samples, job.total_steps) == ("pipeline=2 tensor=2", 3, 8, 5)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "samples"), [("2M", 480), (2**21, 512), ("1M", 240), (4096 * 7, 7), (30000, 7), (100, 1)]
+)
+def test_a_batch_of_tokens_is_one_that_layouts_divide(tokens: int | str, samples: int) -> None:
+    job = make_job({"model": {"sequence": 4096}, "batch": {"tokens": tokens}})
+    assert job.samples == samples
+    assert bool(job.rounding) == (job.batch.tokens != 4096 * samples)
+
+
 @pytest.mark.parametrize("override", ["", "steps", "=3", "steps.x=3"])
 def test_bad_overrides(override: str, tmp_path: Path) -> None:
     path = tmp_path / "job.toml"

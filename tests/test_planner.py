@@ -23,6 +23,7 @@ from shardwise.planner.costs.model_shape import shape_of
 from shardwise.planner.estimate import Estimator, split_evenly
 from shardwise.planner.plan import HIGHEST, make_estimator, make_plan, out_of_memory_risk, plan_job
 from shardwise.planner.search import class_layouts, class_lower_bound, layout_classes, search
+from shardwise.planner.show import title
 
 SHAPES = [
     {"layers": 3, "width": 48, "heads": 4, "kv_heads": 2, "ffn": 96, "vocab": 101, "sequence": 32, "tied": True},
@@ -146,6 +147,14 @@ def test_the_command_for_machines(tmp_path: Path) -> None:
     assert seconds == sorted(seconds)
     only = CliRunner().invoke(app, ["plan", str(job), "--cluster", "h100", "--layout", "shard=8 zero=3", "--json"])
     assert len(json.loads(only.stdout)["layouts"]) == 1
+
+
+def test_the_plan_names_a_batch_that_more_layouts_divide() -> None:
+    settings = ["model.name=llama3-8b", "model.sequence=4096"]
+    odd = plan_job(None, [*settings, "batch.samples=488"], "h100", 192, None)
+    assert any(line.startswith("batch.samples=480: ") and "faster per sample" in line for line in odd.near_misses)
+    even = plan_job(None, [*settings, "batch.tokens=2M"], "h100", 192, None)
+    assert not any(line.startswith("batch") for line in even.near_misses) and "(batch.tokens = 2M" in title(even)
 
 
 def llama_job(tmp_path: Path, samples: int = 64) -> str:

@@ -247,6 +247,7 @@ def _print_summary(prepared: Prepared, say: Say, start: str = "") -> None:
     job, layout, batch = prepared.job, prepared.layout, prepared.batch
     has_tokens = job.model.throughput_unit == "tokens"
     size = f"{job.samples} x {job.model.length} tokens" if has_tokens else f"{job.samples} samples"
+    size += job.rounding
     count = format_count(prepared.parameters)
     task = job.family.task(job.model)
     source = job.data.source if task is None or task.reads_tokens else type(task.data).__name__

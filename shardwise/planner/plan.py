@@ -11,8 +11,8 @@ from typing import Any
 from shardwise.cluster import GIB, Cluster, find_cluster, with_settings
 from shardwise.console import pluralize
 from shardwise.errors import LayoutError
-from shardwise.job import Job, load_job
-from shardwise.layout import Layout, solve_batch
+from shardwise.job import BatchConfig, Job, load_job
+from shardwise.layout import Layout, divisible_batch, solve_batch
 from shardwise.models.config import CODE_BYTES
 from shardwise.optim.adamw import BUFFERS, PART
 from shardwise.parallel.prepare import meta_model, prepare
@@ -141,9 +141,24 @@ def make_plan(
     best = result.best[0]
     shows_neighbours = layout is None and best.peak_memory <= cluster.device.memory
     neighbours = tuple(near_misses(estimator, best)) if shows_neighbours else ()
+    if shows_neighbours and not runnable:
+        neighbours += tuple(_faster_batch(job, cluster, best))
     reasons = ("", *(explain_gap(estimator, best, other) for other in result.best[1:]))
     searched = result.evaluated, result.seconds
     return Plan(job, cluster, best.layout.world, result.best, reasons, neighbours, *searched, estimator.shape)
+
+
+def _faster_batch(job: Job, cluster: Cluster, best: Prediction) -> Iterator[str]:
+    """Yields a line if a batch of about this size would be faster for a sample, because more layouts divide it."""
+    samples = divisible_batch(job.samples + 0.5, 0.03)
+    batch = BatchConfig(samples=samples)
+    try:
+        other = search(make_estimator(job.model_copy(update={"batch": batch}), cluster), best.layout.world).best[0]
+    except LayoutError:
+        return
+    gain = samples / other.seconds * best.seconds / job.samples - 1.0
+    if gain > TIE_TOLERANCE and other.peak_memory <= cluster.device.memory:
+        yield f"batch.samples={samples}: {gain:.0%} faster per sample, in {other.layout}"
 
 
 def _search_runnable(job: Job, estimator: Estimator, devices: int) -> SearchResult:

@@ -43,7 +43,7 @@ def title(plan: Plan) -> str:
             size = sum(4.0 * table.size for table in shape.tables) / GIB
             parts += f" and {size:.0f} GiB of embedding tables"
             parts += f", {size / plan.best.layout.data:.0f} in each rank's host memory"
-    length = f" of {model.sequence_length} tokens" if model.throughput_unit == "tokens" else ""
+    length = f" of {model.sequence_length} tokens{plan.job.rounding}" if model.throughput_unit == "tokens" else ""
     return (
         f"{model.name}: {format_count(shape.parameters)} parameters{active}, {parts}; batch of {plan.job.samples} "
         f"samples{length} in {plan.job.precision}, on {plan.devices} x {device.name} ({device.memory / GIB:.0f} GiB)"
