@@ -269,10 +269,8 @@ class CorruptionDetector:
             row[CHANGED] = self.changed.any()
             row[FIRST_COPY:-2] = (factors * self.checksums.values).sum(1)
             row[-2], row[-1] = self.redundant_compute.redundant_result, self.redundant_compute.step_result
-        table = row[None]
-        if self.world > 1:
-            table = row.new_empty(self.world, len(row))
-            all_gather(table.view(-1), row, axis=self.engine.mesh.all_ranks)
+        table = row.new_empty(self.world, len(row))
+        all_gather(table.view(-1), row, axis=self.engine.mesh.all_ranks)
         copies = table[:, FIRST_COPY:]
         wrong = table[:, CHANGED].any() | (copies != copies.gather(0, self.reference_ranks)).any()
         return torch.stack((table[:, SIGNAL].max(), wrong.long()))

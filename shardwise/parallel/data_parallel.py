@@ -191,7 +191,7 @@ class Zero1(DataParallel):
             if shard.size > 1:
                 reduced = torch.empty_like(packed[0])
                 reduce_scatter(reduced, packed.view(-1), axis=shard)
-            if replicas.size > 1 and not compressed:
+            if not compressed:
                 all_reduce(reduced, axis=replicas)
             for (_, param_shard), piece in zip(bucket, reduced.split(sizes), strict=True):
                 param_shard.tensor.grad = piece[: param_shard.tensor.numel()].view(param_shard.tensor.shape)
