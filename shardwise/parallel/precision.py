@@ -4,7 +4,6 @@ Weights, reduced gradients and optimizer state are in the master dtype. Modules 
 every layout: by FSDP's mixed-precision policy if FSDP shards the weights, by a parametrization otherwise.
 """
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -20,26 +19,12 @@ COMPUTE_DTYPES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
 class Precision:
-    name: str
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        return COMPUTE_DTYPES[self.name]
-
-    @property
-    def master_dtype(self) -> torch.dtype:
-        return torch.float64 if self.name == "float64" else torch.float32
-
-    @property
-    def is_mixed(self) -> bool:
-        return self.compute_dtype != self.master_dtype
-
-    @property
-    def use_fp8(self) -> bool:
-        """Whether the linear layers of the blocks run in fp8 (`shardwise.models.fp8`)."""
-        return self.name == "fp8"
+    def __init__(self, name: str):
+        self.name, self.compute_dtype = name, COMPUTE_DTYPES[name]
+        self.master_dtype = torch.float64 if name == "float64" else torch.float32
+        self.is_mixed = self.compute_dtype != self.master_dtype
+        self.use_fp8 = name == "fp8"  # whether the linear layers of the blocks run in fp8 (`shardwise.models.fp8`)
 
     def fsdp_policy(self) -> MixedPrecisionPolicy:
         if not self.is_mixed:

@@ -184,7 +184,9 @@ class Supervisor:
         silent = [r for r in silent if r in first_failed or min(codes) >= 0 or exit_codes[r] == -signal.SIGKILL]
         heartbeats = read_heartbeats(self.run_path)
         if silent or not records:
-            reasons = {rank: _exit_reason(exit_codes[rank]) for rank in silent or first_failed[:1]}
+            blamed = {rank: exit_codes[rank] for rank in silent or first_failed[:1]}
+            reasons = {rank: f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+                       for rank, code in blamed.items()}  # fmt: skip
             finding = self._record_diagnosis("killed", reasons)
             ranks = finding.culprits or first_failed[:1]
             failure = WorkerFailure("killed", ranks, heartbeats.get(ranks[0], {}).get("step", 0), finding.message)
@@ -303,10 +305,6 @@ def failure_text(record: dict[str, Any]) -> str:
     """Returns the message of a failed worker: the sentence of an expected error, the traceback of any other."""
     text = record["trace"] or record["message"]
     return str(text) if record["exit_code"] == 2 else f"rank {record['rank']} failed: {text.rstrip()}"
-
-
-def _exit_reason(code: int) -> str:
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
 @dataclass

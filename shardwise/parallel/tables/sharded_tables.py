@@ -389,9 +389,6 @@ class ShardedTables:
         for gradient in (self.gradient, *([self.hot_rows.gradient] if self.hot_rows else ())):
             gradient.div_(divisor)
 
-    def optimizer_states(self) -> dict[Tensor, dict[str, Tensor]]:
-        return {local.tensor: local.state for local in self.local_shards}
-
     @torch.no_grad()
     def update(self, lr: float, scale: float) -> None:
         """Updates all touched rows; divides gradients by `scale` first."""
