@@ -330,10 +330,8 @@ class ModuleChain(Chain):
         except RuntimeError as error:
             if self.tensor_degree == 1 or type(error) is not RuntimeError or not SHAPE_ERROR.search(str(error)):
                 raise
-            where = f"{self._name_of_failing(error)} ({error})"
-            raise LayoutError(
-                f"tensor_plan: shapes do not fit in {where}; check its style and those around it."
-            ) from error
+            problem = f"shapes do not fit in {self._name_of_failing(error)} ({error})"
+            raise LayoutError(f"tensor_plan: {problem}; check its style and those around it.") from error
         finally:
             SPLIT.document_ids = SPLIT.preference = None
         if self.anatomy.reads_values:

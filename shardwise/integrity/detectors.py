@@ -177,9 +177,8 @@ class AnomalyPolicy:
             raise Rollback(step, message, skip_batches=False)
         self.log_event("step_skipped", f"{message}.", step=step)
         if self.skipped_in_a_row >= MAX_SKIPPED_STEPS:
-            raise RunError(
-                f"{MAX_SKIPPED_STEPS} steps up to step {step} had non-finite gradients; lower optimizer.lr or use bf16."
-            )
+            problem = f"{MAX_SKIPPED_STEPS} steps up to step {step} had non-finite gradients"
+            raise RunError(f"{problem}; lower optimizer.lr or use bf16.")
 
 
 SIGNAL, CHANGED, FIRST_COPY = 0, 1, 2  # columns of a rank's row

@@ -152,9 +152,8 @@ def model_of_size(template: Job, parameters: float, parameter_scope: str) -> Dec
     candidates = []
     max_width = max(64.0, 2 * (128 * parameters / 12) ** (1 / 3))  # beyond any useful width
     for width in takewhile(lambda width: width <= max_width, chain(NARROW_WIDTHS, count(4096, 1024))):
-        smallest, next_larger = (
-            count_parameters(_make_model(base, width, MIN_LAYERS + extra), parameter_scope) for extra in (0, 1)
-        )
+        shallowest = [_make_model(base, width, layers) for layers in (MIN_LAYERS, MIN_LAYERS + 1)]
+        smallest, next_larger = (count_parameters(model, parameter_scope) for model in shallowest)
         extra_layers = max(0, round((parameters - smallest) / (next_larger - smallest)))
         size_error = abs(math.log((smallest + extra_layers * (next_larger - smallest)) / parameters))
         layers = MIN_LAYERS + extra_layers

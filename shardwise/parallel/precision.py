@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise.models.chain import Chain
 from shardwise.models.layers import parametrize
@@ -25,11 +24,6 @@ class Precision:
         self.master_dtype = torch.float64 if name == "float64" else torch.float32
         self.is_mixed = self.compute_dtype != self.master_dtype
         self.use_fp8 = name == "fp8"  # whether the linear layers of the blocks run in fp8 (`shardwise.models.fp8`)
-
-    def fsdp_policy(self) -> MixedPrecisionPolicy:
-        if not self.is_mixed:
-            return MixedPrecisionPolicy()
-        return MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=self.master_dtype)
 
     def apply(self, chain: Chain) -> None:
         """Makes every module read its parameters in the compute dtype."""
