@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import all_gather, all_gather_json, broadcast_json
+from shardwise.comm.collectives import all_gather, all_gather_json, all_reduce, broadcast_json
 from shardwise.console import format_ranks, pluralize
 from shardwise.data.sample_stream import Samples
 from shardwise.errors import RunError
@@ -231,8 +231,7 @@ class CorruptionDetector:
                 cost_per_pass = FLOPS_PER_BYTE[kind] * sum(sizes) + FLOPS_PER_CHECKSUM[kind] * len(sizes)
                 # Seven passes: weights and two optimizer moments, each before and after the update, and gradients.
                 cost = torch.tensor(7.0 * cost_per_pass, device=self.device)
-                if self.world > 1:
-                    dist.all_reduce(cost, dist.ReduceOp.MAX)
+                all_reduce(cost, dist.ReduceOp.MAX, axis=self.engine.mesh.all_ranks)
                 parts = math.ceil(float(cost) / (MAX_OVERHEAD * self.flops))
                 self.parts = min(max(1, parts), checksums.MAX_PARTS)
             self.expected = self.observed = self._compute(self._tracked_state())

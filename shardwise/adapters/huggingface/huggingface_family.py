@@ -217,12 +217,7 @@ def load_config(config: HuggingFaceConfig) -> Any:
 def model_kind(config: HuggingFaceConfig) -> tuple[str, Any]:
     """Returns what a model is trained for, and the transformers class that builds it."""
     transformers, hf = _transformers(), load_config(config)
-    kinds = {
-        "masked language model": transformers.AutoModelForMaskedLM,
-        "causal language model": transformers.AutoModelForCausalLM,
-        "encoder-decoder": transformers.AutoModelForSeq2SeqLM,
-        "image classification": transformers.AutoModelForImageClassification,
-    }
+    kinds = {kind: getattr(transformers, name) for kind, name in FIELDS["kinds"].items()}
     fitting = [kind for kind, model_class in kinds.items() if type(hf) in model_class._model_mapping]
     if getattr(hf, "is_decoder", False) and "causal language model" in fitting:
         fitting = ["causal language model"]  # BERT can be both, and else is trained to fill in masks
