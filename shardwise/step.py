@@ -147,16 +147,14 @@ def backward(engine: Engine, samples: Samples) -> Tensor:
 def count_targets(engine: Engine, samples: Samples) -> Tensor:
     """Returns the number of targets in the global batch, without ignored ones."""
     count = engine.num_targets(samples).to(engine.scale.value.dtype)
-    if engine.mesh["data"].size > 1:
-        all_reduce(count, axis=engine.mesh["data"])
+    all_reduce(count, axis=engine.mesh["data"])
     return count.clamp(min=1.0)
 
 
 def all_reduce_tensor_grads(engine: Engine) -> None:
     """All-reduces gradients of weights replicated over the tensor axis, each used on a rank's positions or heads."""
-    axis = engine.mesh["tensor"]
-    if axis.size > 1:
-        all_reduce_coalesced([shard.grad for shard in engine.param_shards if shard.tensor_dim is None], axis)
+    replicated = [shard.grad for shard in engine.param_shards if shard.tensor_dim is None]
+    all_reduce_coalesced(replicated, engine.mesh["tensor"])
 
 
 def all_reduce_tied_grads(engine: Engine) -> None:
@@ -166,7 +164,7 @@ def all_reduce_tied_grads(engine: Engine) -> None:
         first, last = tied
         first.add_(last)
         last.copy_(first)
-    elif engine.mesh.tied_stages.size > 1:
+    else:
         all_reduce_coalesced(tied, engine.mesh.tied_stages)
 
 
@@ -179,10 +177,9 @@ def reduce_loss_and_norm(engine: Engine, loss: Tensor) -> StepResult:
     total = torch.stack([square.to(loss.device) for square in squares]).sum()  # table rows are in host memory
     local_loss = loss / engine.mesh["tensor"].size
     loss_and_square = torch.stack((local_loss.to(dtype), total))
-    if engine.mesh["world"].size > 1:
-        # Gradients are reduced by now, so a rank that waits here in a pipeline waits for a slower stage.
-        with engine.timer.waiting("pipeline") if engine.pipeline is not None else nullcontext():
-            all_reduce(loss_and_square, axis=engine.mesh["world"])
+    # Gradients are reduced by now, so a rank that waits here in a pipeline waits for a slower stage.
+    with engine.timer.waiting("pipeline") if engine.pipeline is not None else nullcontext():
+        all_reduce(loss_and_square, axis=engine.mesh["world"])
     norm = loss_and_square[1].sqrt() / engine.scale.value
     return StepResult(loss_and_square[0] / engine.scale.value, norm, ~norm.isfinite())
 

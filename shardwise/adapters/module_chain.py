@@ -126,7 +126,8 @@ class ModuleChain(Chain):
         nn.Module.__init__(self)
         self.is_taken, self.sharding_plan = False, sharding_plan
         self.task, self.spec, self.anatomy, self.initial = task, spec, anatomy, initial
-        self.parts = parts or (0, len(anatomy.blocks) + 2)
+        self.num_parts = len(anatomy.blocks) + 2
+        self.parts = parts or (0, self.num_parts)
         self.state: dict[str, Any] = {"ids": None, "stream": None} if state is None else state
         self.placeholders: list[tuple[nn.Module, str, torch.Size]] = []
         self.tensor_degree = 1
@@ -135,10 +136,6 @@ class ModuleChain(Chain):
         self.__dict__["root"] = root  # not as a child, which would prefix every name
         for slot in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             self.__dict__[slot] = root.__dict__[slot]
-
-    @property
-    def num_parts(self) -> int:
-        return len(self.anatomy.blocks) + 2
 
     @property
     def has_batch_statistics(self) -> bool:
@@ -333,10 +330,8 @@ class ModuleChain(Chain):
         except RuntimeError as error:
             if self.tensor_degree == 1 or type(error) is not RuntimeError or not SHAPE_ERROR.search(str(error)):
                 raise
-            where = f"{self._name_of_failing(error)} ({error})"
-            raise LayoutError(
-                f"tensor_plan: shapes do not fit in {where}; check its style and those around it."
-            ) from error
+            problem = f"shapes do not fit in {self._name_of_failing(error)} ({error})"
+            raise LayoutError(f"tensor_plan: {problem}; check its style and those around it.") from error
         finally:
             SPLIT.document_ids = SPLIT.preference = None
         if self.anatomy.reads_values:

@@ -197,10 +197,9 @@ class ModuleFamily(Family):
         if anatomy.crossing:
             refused["pipeline"] = f"{anatomy.crossing}."
         if anatomy.second_path:
-            why = (
-                f"{anatomy.second_path} uses weights on an input other than the blocks' output, so PyTorch cannot split"
-            )
-            refused["split_backward"] = f"{why} its backward; use schedule=1f1b or interleaved."
+            why = f"{anatomy.second_path} uses weights on an input other than the blocks' output"
+            limit = "PyTorch cannot split its backward; use schedule=1f1b or interleaved"
+            refused["split_backward"] = f"{why}, so {limit}."
         if not plan.shard_dims:
             refused["tensor"] = "the model has no tensor-parallel plan; set plan= or [model.tensor_plan]."
         if anatomy.changes_input:
@@ -214,9 +213,8 @@ class ModuleFamily(Family):
             refused |= dict.fromkeys(("replicate", "shard", "pipeline", "tensor", "recompute"), reason)
         if anatomy.random_module:
             what = f"{anatomy.random_module} draws random numbers in its forward (functional dropout, for example)"
-            raise JobError(
-                f"{what}, which would differ between layouts; use nn.Dropout there, or set its probability to 0."
-            )
+            remedy = "use nn.Dropout there, or set its probability to 0"
+            raise JobError(f"{what}, which would differ between layouts; {remedy}.")
         return refused
 
     def context_refusal(self, config: Any) -> str:

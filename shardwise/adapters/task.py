@@ -270,11 +270,7 @@ class DatasetSource:
 
     def __init__(self, task: Task, dataset: Any):
         self.task, self.dataset = task, indexed(dataset)
-
-    @property
-    def stream(self) -> NumberedStream | None:
-        """The dataset, if it is read in its own order."""
-        return self.dataset if isinstance(self.dataset, NumberedStream) else None
+        self.stream = self.dataset if isinstance(self.dataset, NumberedStream) else None  # read in its own order
 
     def __len__(self) -> int:
         return len(self.dataset)

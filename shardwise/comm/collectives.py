@@ -230,6 +230,8 @@ functional_reduce_scatter = _first_available(functional, "reduce_scatter_single"
 
 def _timed(collective: Any) -> Any:
     def timed_collective(tensor: Tensor, *args: Any, axis: Axis, async_op: bool = False) -> Any:
+        if axis.size == 1:  # a sum is there already; any other output is the input
+            return tensor.copy_(args[0]) if args and isinstance(args[0], Tensor) else None
         if async_op or torch.compiler.is_compiling():
             return collective(tensor, *args, group=axis.group, async_op=async_op)
         with axis.waiting(tensor.device):
@@ -246,7 +248,7 @@ all_to_all = _timed(dist.all_to_all_single)
 
 def all_reduce_coalesced(tensors: Sequence[Tensor], axis: Axis) -> None:
     """All-reduces several tensors in place, in one collective."""
-    if tensors:
+    if tensors and axis.size > 1:
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         all_reduce(flat, axis=axis)
         for tensor, chunk in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):

@@ -130,9 +130,8 @@ def refuse_what_nccl_would(tensor: Tensor, opts: Any = None) -> None:
     if torch.cuda.is_available() and not tensor.is_cuda:
         raise ValueError("NCCL has no collectives on tensors in host memory.")
     if not tensor.is_contiguous():
-        raise ValueError(
-            f"NCCL needs contiguous tensors, not shape {tuple(tensor.shape)} with strides {tensor.stride()}."
-        )
+        form = f"shape {tuple(tensor.shape)} with strides {tensor.stride()}"
+        raise ValueError(f"NCCL needs contiguous tensors, not {form}.")
     if tensor.dtype not in NCCL_DTYPES:
         raise ValueError(f"NCCL does not support {tensor.dtype}.")
     for name, operation in BITWISE_OPS.items():

@@ -106,8 +106,7 @@ class ShardedDecoder:
     def _share(self, result: Tensor) -> Tensor:
         """Returns the sum over all ranks, which fill in different places."""
         result = result.to(self.device)
-        if self.engine.mesh.layout.world > 1:
-            all_reduce(result, axis=self.engine.mesh.all_ranks)
+        all_reduce(result, axis=self.engine.mesh.all_ranks)
         return result.cpu()
 
     def scores(self, tokens: Tensor, targets: Tensor) -> Tensor:

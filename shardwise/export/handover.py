@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from shardwise import __version__
+from shardwise.console import fill_in
 from shardwise.data.sample_stream import job_stream
 from shardwise.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from shardwise.errors import DataError, JobError, RunError
@@ -108,9 +109,9 @@ def _write_beside(folder: RunFolder, export: Export, out: Path, checked: str, me
         profile["quantiles"] = _loss_quantiles(folder, decoder)
     write_text(out / "data-profile.json", json.dumps(profile))
     facts = _facts(folder, export, merge)
-    write_text(out / "README.md", (ASSETS / "card.md").read_text(encoding="utf-8").format(**facts))
+    write_text(out / "README.md", fill_in(ASSETS / "card.md", facts) + "\n")
     if not (out / PROGRAM).exists():  # of which MLflow knows nothing
-        write_text(out / "MLmodel", (ASSETS / "MLmodel").read_text(encoding="utf-8").format(**facts))
+        write_text(out / "MLmodel", fill_in(ASSETS / "MLmodel", facts) + "\n")
     hashes = {
         path.name: _sha256(path) for path in sorted(out.iterdir()) if path.suffix in (".safetensors", ".json", ".pt2")
     }
@@ -190,25 +191,22 @@ def _facts(folder: RunFolder, export: Export, merge: bool) -> dict[str, Any]:
     family, model, is_whole = export.job.family, export.job.model, export.lora is None or merge
     has_config = is_whole and family.has_huggingface_form(model)
     config = family.export_config(model) if has_config else {"architectures": ["program"]} if is_whole else {}
-    found = {name: value for name, value in measured(folder, export.step).items() if name.startswith("validation.")}
-    rows = [f"| {name.removeprefix('validation.')} | {value:.6g} |" for name, value in found.items()]
-    listed = [f"- `{Path(name).name}`: {file.size:,} bytes" for name, file in files.files.items()]
-    listed[20:] = [f"- and {len(listed) - 20} more"] if len(listed) > 20 else []
-    counts = ", ".join(f"{count:,} samples {use}" for count, use in zip(files.samples, ("for training", "held out")))
+    found = {name.removeprefix("validation."): value for name, value in measured(folder, export.step).items()
+             if name.startswith("validation.")}  # fmt: skip
     architecture = (config.get("architectures") or ["PeftModel"])[0]
     is_lm = job.model.is_causal_lm or architecture.endswith(("CausalLM", "LMHeadModel"))
     return {
-        "name": folder.path.resolve().name, "run": folder.path.resolve().name, "architecture": architecture,
+        "name": folder.path.resolve().name, "architecture": architecture, "validation": found,
         "task": "text-generation" if is_lm else "other", "transformers": _version("transformers"),
         "instance_type": "TextGenerationPipeline" if is_lm else "Pipeline", "precision": job.precision,
         "description": job.model.description.capitalize(), "step": export.step, "total_steps": job.total_steps,
         "parameters": sum(weight.numel() for _, weight in export.model.named_unique_parameters()),
-        "dtype": dtype_name(export.dtype), "data": "\n".join([f"Source `{job.data.source}`: {counts}.", "", *listed]),
-        "samples": samples, "tokens": samples * job.model.sequence_length, "batch": job.samples, "lr": job.optimizer.lr,
+        "dtype": dtype_name(export.dtype), "source": job.data.source, "weights": job.model.weights,
+        "samples": list(zip(files.samples, ("for training", "held out"))), "samples_seen": samples,
+        "files": [(Path(name).name, file.size) for name, file in files.files.items()],
+        "tokens": samples * job.model.sequence_length, "batch": job.samples, "lr": job.optimizer.lr,
         "optimizer": job.optimizer.name, "layout": manifest["layout"], "world": world, "hours": hours, "watts": watts,
         "flops": 3 * sum(forward_flops(job.model)) * samples, "energy": hours * world * watts / 1000,
-        "evaluation": "\n".join(["| validation | |", "| --- | --- |", *rows]) if rows else "The run was not validated.",
-        "start": f", starting from `{job.model.weights}`" if job.model.weights else "",
         "library": "pytorch" if is_whole and not has_config else "transformers",
         "uuid": uuid.uuid4().hex, "time": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S.%f"),
     }  # fmt: skip

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import all_gather, all_gather_json, broadcast_json
+from shardwise.comm.collectives import all_gather, all_gather_json, all_reduce, broadcast_json
 from shardwise.console import format_ranks, pluralize
 from shardwise.data.sample_stream import Samples
 from shardwise.errors import RunError
@@ -177,9 +177,8 @@ class AnomalyPolicy:
             raise Rollback(step, message, skip_batches=False)
         self.log_event("step_skipped", f"{message}.", step=step)
         if self.skipped_in_a_row >= MAX_SKIPPED_STEPS:
-            raise RunError(
-                f"{MAX_SKIPPED_STEPS} steps up to step {step} had non-finite gradients; lower optimizer.lr or use bf16."
-            )
+            problem = f"{MAX_SKIPPED_STEPS} steps up to step {step} had non-finite gradients"
+            raise RunError(f"{problem}; lower optimizer.lr or use bf16.")
 
 
 SIGNAL, CHANGED, FIRST_COPY = 0, 1, 2  # columns of a rank's row
@@ -232,8 +231,7 @@ class CorruptionDetector:
                 cost_per_pass = FLOPS_PER_BYTE[kind] * sum(sizes) + FLOPS_PER_CHECKSUM[kind] * len(sizes)
                 # Seven passes: weights and two optimizer moments, each before and after the update, and gradients.
                 cost = torch.tensor(7.0 * cost_per_pass, device=self.device)
-                if self.world > 1:
-                    dist.all_reduce(cost, dist.ReduceOp.MAX)
+                all_reduce(cost, dist.ReduceOp.MAX, axis=self.engine.mesh.all_ranks)
                 parts = math.ceil(float(cost) / (MAX_OVERHEAD * self.flops))
                 self.parts = min(max(1, parts), checksums.MAX_PARTS)
             self.expected = self.observed = self._compute(self._tracked_state())
@@ -269,10 +267,8 @@ class CorruptionDetector:
             row[CHANGED] = self.changed.any()
             row[FIRST_COPY:-2] = (factors * self.checksums.values).sum(1)
             row[-2], row[-1] = self.redundant_compute.redundant_result, self.redundant_compute.step_result
-        table = row[None]
-        if self.world > 1:
-            table = row.new_empty(self.world, len(row))
-            all_gather(table.view(-1), row, axis=self.engine.mesh.all_ranks)
+        table = row.new_empty(self.world, len(row))
+        all_gather(table.view(-1), row, axis=self.engine.mesh.all_ranks)
         copies = table[:, FIRST_COPY:]
         wrong = table[:, CHANGED].any() | (copies != copies.gather(0, self.reference_ranks)).any()
         return torch.stack((table[:, SIGNAL].max(), wrong.long()))

@@ -26,7 +26,7 @@ import tomli_w
 from scipy.optimize import brentq
 
 from shardwise.cluster import find_cluster
-from shardwise.console import fill_in, format_count, pluralize
+from shardwise.console import fill_in, format_count
 from shardwise.errors import JobError
 from shardwise.files import write_text
 from shardwise.job import BatchConfig, Job, load_job, make_job
@@ -43,11 +43,6 @@ VALIDATION_SAMPLES = 256  # their loss is the result of a run
 NARROW_WIDTHS = (*range(16, 128, 8), *range(128, 512, 32), *range(512, 1024, 64), *range(1024, 4096, 256))
 SIZE_FIELDS = ("layers", "width", "heads", "kv_heads", "head_dim", "ffn")
 LONG_SEQUENCE, SHORT_SEQUENCE = 2048, 256  # tokens per sample, from 1e17 FLOPs on and below
-# Key, alignment with width, and number format of the columns of a design.
-DESIGN_COLUMNS = (
-    ("file", "<34", ""), ("flops", ">8", ".2g"), ("parameters", ">14", ","), ("width", ">6", ""), ("layers", ">6", ""),
-    ("tokens", ">17", ","), ("batch", ">6", ""), ("lr", ">9", ".3g"),
-)  # fmt: skip
 
 
 class GridJob(NamedTuple):
@@ -103,13 +98,9 @@ def write_grid(jobs: Sequence[GridJob]) -> list[dict[str, Any]]:
     return rows
 
 
-def design_lines(rows: Sequence[dict[str, Any]], folder: Path) -> Iterator[str]:
-    """Yields the text of `shardwise laws design`."""
-    yield " ".join(f"{key:{width}}" for key, width, _ in DESIGN_COLUMNS)
-    for row in rows:
-        yield " ".join(f"{format(row[key], number_format):{width}}" for key, width, number_format in DESIGN_COLUMNS)
-    next_step = f"train each with `shardwise train FILE`, then run `shardwise laws fit {folder / 'runs'}`"
-    yield f"{pluralize(len(rows), 'job')}; {next_step}"
+def design_lines(rows: Sequence[dict[str, Any]], folder: Path) -> list[str]:
+    """Returns the text of `shardwise laws design`."""
+    return fill_in(Path(__file__).with_name("design.txt"), {"rows": rows, "folder": folder}).splitlines()
 
 
 def make_template(settings: Sequence[str], flops: float) -> Job:
@@ -161,9 +152,8 @@ def model_of_size(template: Job, parameters: float, parameter_scope: str) -> Dec
     candidates = []
     max_width = max(64.0, 2 * (128 * parameters / 12) ** (1 / 3))  # beyond any useful width
     for width in takewhile(lambda width: width <= max_width, chain(NARROW_WIDTHS, count(4096, 1024))):
-        smallest, next_larger = (
-            count_parameters(_make_model(base, width, MIN_LAYERS + extra), parameter_scope) for extra in (0, 1)
-        )
+        shallowest = [_make_model(base, width, layers) for layers in (MIN_LAYERS, MIN_LAYERS + 1)]
+        smallest, next_larger = (count_parameters(model, parameter_scope) for model in shallowest)
         extra_layers = max(0, round((parameters - smallest) / (next_larger - smallest)))
         size_error = abs(math.log((smallest + extra_layers * (next_larger - smallest)) / parameters))
         layers = MIN_LAYERS + extra_layers

@@ -254,10 +254,8 @@ class RankMetricsCollector:
         """All-gathers the metrics of the previous step (ranks, columns), on the device if there are several ranks."""
         device = self.device if self.world > 1 else None  # a copy to the device would wait for the step
         local_row = torch.tensor(self.last_row, dtype=torch.float64, device=device)
-        all_rows = local_row.unsqueeze(0)
-        if self.world > 1:
-            all_rows = local_row.new_empty(self.world, local_row.numel())
-            all_gather(all_rows.view(-1), local_row, axis=self.engine.mesh.all_ranks)
+        all_rows = local_row.new_empty(self.world, local_row.numel())
+        all_gather(all_rows.view(-1), local_row, axis=self.engine.mesh.all_ranks)
         return all_rows
 
     def write(self, step: int, rows: Tensor) -> dict[str, Any]:

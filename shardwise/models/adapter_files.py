@@ -92,9 +92,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         found["targets"] = targets + (config.get("target_parameters") or [])
         found["ranks"], found["alphas"] = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
         asked = {field: config.get(field) for field in UNSUPPORTED}
-        unsupported = [
-            field for field, value in asked.items() if value not in (None, [], "none") and value is not False
-        ]
+        unsupported = [name for name, value in asked.items() if value not in (None, [], "none") and value is not False]
         names = (*found["targets"], *found["ranks"], *found["alphas"])
         patterns = [name for name in names if not PLAIN.fullmatch(name)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -140,7 +140,7 @@ def _fill_slice(chain: Chain, name: str, out: Tensor, shape: torch.Size, offset:
             start = (offset[0] + number * rows, *offset[1:]) if out.dim() else ()
             part.copy_(value[tuple(slice(first, first + size) for first, size in zip(start, part.shape, strict=True))])
         return
-    init = chain.sharding_plan.init_spec_of(name)
+    init = next(init for pattern, init in chain.sharding_plan.init if fnmatchcase(name, pattern))
     std = (3 * shape[-1]) ** -0.5 if init.kind == "fan_in" else init.std
     if std:
         normal_(out, hash_key("init", seed, name), shape, offset, std)

@@ -78,9 +78,8 @@ class DecoderConfig(ModelConfig):
         if self.positions == "rotary" and self.head_dim % 2:
             raise ValueError(f"rotary positions need an even head_dim, not {self.head_dim}; change it")
         if self.attention_dropout:
-            raise ValueError(
-                "attention_dropout must be 0: fused attention draws other masks in each layout; use dropout"
-            )
+            why = "fused attention draws other masks in each layout"
+            raise ValueError(f"attention_dropout must be 0: {why}; use dropout")
         return self
 
     def _shrunk_values(self) -> dict[str, Any]:
@@ -142,9 +141,8 @@ class MoEConfig(DecoderConfig):
         if self.dense_layers >= self.layers:
             raise ValueError(f"dense_layers ({self.dense_layers}) must be below layers ({self.layers})")
         if bool(self.kv_lora_rank) != bool(self.q_lora_rank) or (self.qk_rope_head_dim and not self.kv_lora_rank):
-            raise ValueError(
-                "latent attention needs q_lora_rank and kv_lora_rank above 0; else omit qk_rope_head_dim too"
-            )
+            rule = "latent attention needs q_lora_rank and kv_lora_rank above 0"
+            raise ValueError(f"{rule}; else omit qk_rope_head_dim too")
         return self
 
     def _shrunk_values(self) -> dict[str, Any]:

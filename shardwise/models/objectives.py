@@ -8,7 +8,7 @@
 Images and clicks have their own targets. Random choices depend only on the seed and the sample's place in the stream.
 """
 
-from typing import Protocol
+from collections.abc import Callable
 
 import numpy as np
 
@@ -16,10 +16,9 @@ from shardwise.models.bert_family import BertConfig
 from shardwise.models.chain import IGNORE_INDEX
 from shardwise.models.t5_family import T5Config
 
-
-class Objective(Protocol):
-    def __call__(self, rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns inputs and targets of windows, each one token longer than the source's length; -100 is ignored."""
+Objective = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
+"""From windows, each one token longer than the source's length, and their positions in the stream to inputs and
+targets; -100 is ignored."""
 
 
 def next_token(rows: np.ndarray, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

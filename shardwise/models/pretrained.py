@@ -95,10 +95,7 @@ class Entry:
 
     def __init__(self, file: Any, name: str):
         self.view, self.read = file.get_slice(name), partial(file.get_tensor, name)
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size(self.view.get_shape())
+        self.shape = torch.Size(self.view.get_shape())
 
     def __getitem__(self, index: Any) -> Tensor:
         return self.view[index] if len(self.shape) else self.read()
@@ -109,11 +106,8 @@ class StackedExperts:
 
     def __init__(self, experts: list[list[Any]]):
         self.experts = experts  # of each expert: the matrices whose rows follow each other
-
-    @property
-    def shape(self) -> torch.Size:
-        shapes = [part.shape for part in self.experts[0]]
-        return torch.Size([len(self.experts), sum(shape[0] for shape in shapes), *shapes[0][1:]])
+        shapes = [part.shape for part in experts[0]]
+        self.shape = torch.Size([len(experts), sum(shape[0] for shape in shapes), *shapes[0][1:]])
 
     def __getitem__(self, index: tuple[slice, slice, slice]) -> Tensor:
         experts, rows, columns = index

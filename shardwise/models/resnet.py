@@ -18,13 +18,13 @@ BLOCKS_PER_STAGE = {18: (2, 2, 2, 2), 34: (3, 4, 6, 3), 50: (3, 4, 6, 3), 101: (
 def build_resnet(config: ResNetConfig, seed: int) -> Chain:
     """Returns the chain stem, block0, block1, ..., head."""
     blocks: list[nn.Module] = []
-    channels = config.width
+    channels, has_bottlenecks = config.width, config.depth >= 50
     for stage, count in enumerate(BLOCKS_PER_STAGE[config.depth]):
         mid_channels = config.width * 2**stage
         for index in range(count):
             stride = 2 if stage and not index else 1
-            blocks.append(ResNetBlock(channels, mid_channels, stride, config.has_bottlenecks))
-            channels = mid_channels * (4 if config.has_bottlenecks else 1)
+            blocks.append(ResNetBlock(channels, mid_channels, stride, has_bottlenecks))
+            channels = mid_channels * (4 if has_bottlenecks else 1)
     head = ClassifierHead(channels, config.num_classes)
     named_blocks = [(f"block{number}", block) for number, block in enumerate(blocks)]
     chain = Chain([("stem", ResNetStem(config)), *named_blocks, ("head", head)], ShardingPlan((), ()))

@@ -24,10 +24,6 @@ class ResNetConfig(ModelConfig):
     image_size: int = Field(224, ge=8, le=10_000)  # Image height and width in pixels
     num_classes: int = Field(1000, ge=1, le=10**6)
 
-    @property
-    def has_bottlenecks(self) -> bool:
-        return self.depth >= 50
-
     def _shrunk_values(self) -> dict[str, Any]:
         limits = {"width": 8, "image_size": 32, "num_classes": 10}
         return {key: min(getattr(self, key), limit) for key, limit in limits.items()}

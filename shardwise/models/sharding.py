@@ -117,9 +117,6 @@ class ShardingPlan:
             return rule if is_split else None
         return next((rule for rule in self.shard_dims if fnmatchcase(parameter, rule.parameter)), None)
 
-    def init_spec_of(self, parameter: str) -> InitSpec:
-        return next(init for pattern, init in self.init if fnmatchcase(parameter, pattern))
-
     def is_matrix(self, parameter: str, dims: int) -> bool:
         """Whether a parameter is a block's matmul weight or a stack of them; routers and embeddings are not."""
         is_matmul_weight = (dims == 2 and parameter.endswith(".weight")) or (dims == 3 and ".bank." in parameter)

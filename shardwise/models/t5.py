@@ -110,9 +110,7 @@ class T5Attention(nn.Module):
     def __init__(self, config: T5Config, role: str):
         super().__init__()
         attention_width = config.heads * config.head_dim
-        self.q = layers.Linear(config.width, attention_width, bias=False)
-        self.k = layers.Linear(config.width, attention_width, bias=False)
-        self.v = layers.Linear(config.width, attention_width, bias=False)
+        self.q, self.k, self.v = (layers.Linear(config.width, attention_width, bias=False) for _ in "qkv")
         self.out = layers.Linear(attention_width, config.width, bias=False)
         buckets = config.relative_attention_num_buckets
         self.distances = nn.Parameter(torch.empty(buckets, config.heads)) if role != "cross" else None

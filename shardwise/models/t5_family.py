@@ -76,9 +76,8 @@ class T5Config(ModelConfig):
             raise ValueError(f"sequence ({self.sequence}) is too short for span corruption; use at least 8")
         if noise_tokens + spans + 1 > self.target_sequence:
             masked = f"{noise_tokens} of {self.text_window} tokens are masked in {pluralize(spans, 'span')}"
-            raise ValueError(
-                f"target_sequence is too short: {masked}; set target_sequence = {noise_tokens + spans + 1}"
-            )
+            remedy = f"set target_sequence = {noise_tokens + spans + 1}"
+            raise ValueError(f"target_sequence is too short: {masked}; {remedy}")
         return self
 
     def _shrunk_values(self) -> dict[str, Any]:

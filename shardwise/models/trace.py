@@ -78,7 +78,7 @@ class _OpTracer(TorchDispatchMode):
         self.records.setdefault(name, {"name": name, "parameters": numel, **counts, "products": (), "attention": ()})
 
     def leave(self, output: Any) -> None:
-        self.records[self.current]["output_bytes"] += sum(map(_bytes, tensors_in(output)))
+        self.records[self.current]["output_bytes"] += sum(tensor.nbytes for tensor in tensors_in(output))
 
     def operator_costs(self) -> Iterator[OperatorCosts]:
         first, *children = self.records.values()
@@ -96,7 +96,7 @@ class _OpTracer(TorchDispatchMode):
             record["attention"] += (_attention_op(func, args, kwargs or {}),)
         elif not products:
             reads = args[1:] + (out,) if name in LOOKUPS else args  # a lookup reads only the rows it returns
-            record["moved_bytes"] += sum(map(_bytes, tensors_in((reads, kwargs, out))))
+            record["moved_bytes"] += sum(tensor.nbytes for tensor in tensors_in((reads, kwargs, out)))
         return out
 
 
@@ -212,10 +212,6 @@ def _detached_leaf(tensor: Tensor) -> Tensor:
 
 def tensors_in(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def storage_key(tensor: Tensor) -> int:

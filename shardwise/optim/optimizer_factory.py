@@ -69,11 +69,9 @@ def make_user_optimizer(
     is_elementwise = getattr(kind, "elementwise", name in ELEMENTWISE and kind.__module__.startswith("torch."))
     split = next((shard for shard in shards if tuple(shard.tensor.shape) != tuple(shard.shape)), None)
     if split is not None and not is_elementwise:
-        what = (
-            f"the optimizer {name} may use more of a parameter than a rank's part, and this layout splits {split.name}"
-        )
+        what = f"the optimizer {name} may use more of a parameter than a rank's part"
         remedy = "set `elementwise = True` on the class if the update of an element depends on that element alone"
-        raise LayoutError(f"{what}; use replicate or pipeline, or {remedy}.")
+        raise LayoutError(f"{what}, and this layout splits {split.name}; use replicate or pipeline, or {remedy}.")
     optimizer = factory([shard.tensor for shard in shards], lr=lr)
     update: Any = optimizer.step
 

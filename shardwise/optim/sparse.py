@@ -41,13 +41,13 @@ class CombinedOptimizer(torch.optim.Optimizer):
     """Combines the optimizer of the dense weights with the embedding tables' own updates."""
 
     def __init__(self, dense: torch.optim.Optimizer, tables: Any, table_lr_scale: float):
-        """`tables` has `optimizer_states()` and `update(lr, scale)`; `table_lr_scale` scales their learning rate."""
+        """`tables` has `local_shards` and `update(lr, scale)`; `table_lr_scale` scales their learning rate."""
         self.dense, self.tables, self.table_lr_scale = dense, tables, table_lr_scale
         self.table_group: dict[str, Any] = {"params": [], "lr": 0.0}
         self.defaults = dense.defaults
         self.param_groups = [*dense.param_groups, self.table_group]  # shared, so that schedulers set both rates
         self.state = dense.state
-        self.state.update(tables.optimizer_states())
+        self.state.update({local.tensor: local.state for local in tables.local_shards})
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
 

@@ -25,9 +25,6 @@ def _synchronize(norm: _BatchNorm, axis: Axis) -> None:
     least: PyTorch's kernels do not take half-precision weights next to float32 statistics."""
     local_forward = norm.forward
 
-    def sum_over_ranks(x: Tensor, dims: list[int]) -> Tensor:
-        return AllReduceSum.apply(x.sum(dims), axis) if axis.size > 1 else x.sum(dims)
-
     def forward(x: Tensor) -> Tensor:
         if axis.size == 1 and x.dtype.itemsize > 2 and x.numel() > x.shape[1]:
             return local_forward(x)
@@ -35,8 +32,8 @@ def _synchronize(norm: _BatchNorm, axis: Axis) -> None:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if norm.training or norm.running_mean is None or norm.running_var is None:
             count = axis.size * x.numel() // x.shape[1]
-            mean = sum_over_ranks(wide, dims) / count
-            variance = sum_over_ranks((wide - mean.view(shape)).square(), dims) / count
+            mean = AllReduceSum.apply(wide.sum(dims), axis) / count
+            variance = AllReduceSum.apply((wide - mean.view(shape)).square().sum(dims), axis) / count
             if norm.running_mean is not None:
                 _update_running_statistics(norm, mean.detach(), variance.detach() * (count / max(1, count - 1)))
         else:

@@ -163,10 +163,10 @@ class Zero1(DataParallel):
         return weight.detach()[first : first + length]
 
     def reduction_groups(self) -> Iterator[tuple[Axis, Axis, ParamPairs]]:
-        """Yields (shard axis, replica axis, weights); experts split over ranks have axes of their own."""
+        """Yields (shard axis, replica axis, weights that ranks share); experts split over ranks have their own axes."""
         for expert, axis, replicas in ((False, "fsdp", "replicas"), (True, "expert_replicas", "replicate")):
             pairs = [pair for pair in self.param_pairs if pair[1].is_expert == expert]
-            if pairs:
+            if pairs and max(self.mesh[axis].size, self.mesh[replicas].size) > 1:
                 yield self.mesh[axis], self.mesh[replicas], pairs
 
     @torch.no_grad()
@@ -175,8 +175,6 @@ class Zero1(DataParallel):
             self._reduce_pairs(shard, replicas, pairs)
 
     def _reduce_pairs(self, shard: Axis, replicas: Axis, pairs: ParamPairs) -> None:
-        if shard.size == replicas.size == 1:
-            return  # the shard is the weight
         compressed = [pair for pair in pairs if self.should_compress(pair[1])]
         if replicas.size == 1:
             for bucket in _make_buckets(compressed):
@@ -191,7 +189,7 @@ class Zero1(DataParallel):
             if shard.size > 1:
                 reduced = torch.empty_like(packed[0])
                 reduce_scatter(reduced, packed.view(-1), axis=shard)
-            if replicas.size > 1 and not compressed:
+            if not compressed:
                 all_reduce(reduced, axis=replicas)
             for (_, param_shard), piece in zip(bucket, reduced.split(sizes), strict=True):
                 param_shard.tensor.grad = piece[: param_shard.tensor.numel()].view(param_shard.tensor.shape)

@@ -83,10 +83,9 @@ def routing_stats(
                 scalars[0] += module.dropped_tokens
                 module.dropped_tokens.zero_()
     scalars[1], scalars[2] = sent, waited / world.size
-    if world.size > 1:
-        packed = torch.cat((loads.flatten(), scalars))
-        all_reduce(packed, axis=world)
-        loads, scalars = packed[:-3].view_as(loads), packed[-3:]
+    packed = torch.cat((loads.flatten(), scalars))
+    all_reduce(packed, axis=world)
+    loads, scalars = packed[:-3].view_as(loads), packed[-3:]
     sparse, total_load = loads[model.dense_layers :], loads.sum().clamp(min=1e-9)
     imbalance = (sparse.amax(1) / sparse.mean(1).clamp(min=1e-9)).mean()
     figures = torch.stack((imbalance, scalars[0] / total_load, scalars[1], scalars[2]))
@@ -103,8 +102,7 @@ def update_expert_bias(model: Any, chains: list[Chain], world: Axis, device: tor
     for layer, module in moe_layers.items():
         assert module.tokens_per_expert is not None
         load[layer] = module.tokens_per_expert
-    if world.size > 1:
-        all_reduce(load, axis=world)
+    all_reduce(load, axis=world)
     for layer, module in moe_layers.items():
         module.update_expert_bias(load[layer].to(module.expert_bias.dtype))
 

@@ -178,5 +178,6 @@ def make_data_parallel(
     if is_single_process(layout, precision):
         return SingleProcess(*args, master_dtype=precision.master_dtype, micro_batches=batch.micro_batches)
     if uses_fsdp(layout):
-        return FSDP(*args, policy=precision.fsdp_policy())
+        dtypes = (precision.compute_dtype, precision.master_dtype) if precision.is_mixed else ()
+        return FSDP(*args, policy=MixedPrecisionPolicy(*dtypes))  # of weights, and of the reduction of gradients
     return DDP(*args) if mesh["replicate"].size == layout.world > 1 and compressor is None else Zero1(*args)

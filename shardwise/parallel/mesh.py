@@ -38,7 +38,6 @@ class Mesh:
         assert world == layout.world, f"layout '{layout}' needs {layout.world} processes, this world has {world}"
         sizes = tuple(getattr(layout, axis) for axis in AXES)
         grid = torch.arange(world).reshape(sizes)
-        coordinates = dict(zip(AXES, (int(index) for index in (grid == self.rank).nonzero()[0]), strict=True))
         self._axes = dict.fromkeys((*AXES, *DERIVED_AXES), SINGLE_RANK)
         self.all_ranks = SINGLE_RANK  # all ranks of the run; under local SGD `world` is one replica
         self.tied_stages = SINGLE_RANK  # the first and the last pipeline rank, which share tied weights
@@ -50,71 +49,62 @@ class Mesh:
         self.device_mesh = DeviceMesh(device.type, grid, mesh_dim_names=AXES)
         for axis, size in zip(AXES, sizes, strict=True):
             if size > 1:
-                self._axes[axis] = self._axis(axis, size, coordinates[axis], self.device_mesh.get_group(axis))
-        self.all_ranks = self._axis("world", world, self.rank, dist.group.WORLD)
+                self._axes[axis] = self._axis(axis, self.device_mesh.get_group(axis))
+        self.all_ranks = self._axis("world", dist.distributed_c10d._get_default_group())
         sole_axis = next((axis for axis, size in zip(AXES, sizes, strict=True) if size == world), None)
         self._axes["world"] = replace(self.all_ranks, name=sole_axis or "world")
-        data_index = coordinates["replicate"] * layout.shard + coordinates["shard"]
         if layout.data > 1:
-            group = self.device_mesh["replicate", "shard"]._flatten("data").get_group()
-            self._axes["data"] = self._axis(sole_axis or "data", layout.data, data_index, group)
-        self.tied_stages = self._make_tied_stages(grid)
+            flat = self.device_mesh["replicate", "shard"]._flatten("data")
+            self._axes["data"] = self._axis(sole_axis or "data", flat.get_group())
+        self._make_tied_stages(grid)
         self._axes["fsdp"], self._axes["replicas"] = self["shard"], self["replicate"]
-        fsdp_context_index = coordinates["shard"] * layout.context + coordinates["context"]
         if layout.context > 1 and layout.shard > 1:
             names = ("pipeline", "replicate", "fsdp", "tensor")
             self.fsdp_context_mesh = DeviceMesh(device.type, grid.flatten(2, 3), mesh_dim_names=names)
-            group = self.fsdp_context_mesh.get_group("fsdp")
-            self._axes["fsdp"] = self._axis("shard", layout.shard * layout.context, fsdp_context_index, group)
+            self._axes["fsdp"] = self._axis("shard", self.fsdp_context_mesh.get_group("fsdp"))
         elif layout.context > 1:
             flat = self.device_mesh["replicate", "context"]._flatten("replicas")
-            index = coordinates["replicate"] * layout.context + coordinates["context"]
-            self._axes["replicas"] = self._axis(sole_axis or "replicate", flat.size(), index, flat.get_group())
+            self._axes["replicas"] = self._axis(sole_axis or "replicate", flat.get_group())
         self._axes["fsdp_context"] = self["fsdp"] if layout.shard > 1 else self["context"]
         self._axes["expert_replicas"] = self["fsdp"]
         if layout.expert_ranks > 1:
-            self._make_expert_axes(grid, fsdp_context_index)
+            self._make_expert_axes(grid)
         self._axes["loader"] = self["data"]
         if local_sgd:
-            self._isolate_replicas(grid, coordinates["replicate"])
+            self._isolate_replicas(grid)
 
-    def _axis(self, name: str, size: int, index: int, group: dist.ProcessGroup | None) -> Axis:
-        return Axis(size, index, group, name, self.timer)
+    def _axis(self, name: str, group: dist.ProcessGroup) -> Axis:
+        """Returns the axis over the ranks of a group, of which this is one; they are in ascending order."""
+        return Axis(group.size(), group.rank(), group, name, self.timer)
 
-    def _isolate_replicas(self, grid: torch.Tensor, replica: int) -> None:
+    def _isolate_replicas(self, grid: torch.Tensor) -> None:
         """Makes each replica a world of its own."""
         self._axes["local_sgd"] = replace(self["replicate"], name="local_sgd")
         self._axes["replicate"] = SINGLE_RANK
         self._axes["data"] = self["shard"]
         self._axes["replicas"] = SINGLE_RANK if self.layout.shard > 1 else self["context"]
-        for index, ranks in enumerate(grid.movedim(1, 0).flatten(1).tolist()):
-            group = dist.new_group(ranks) if len(ranks) > 1 else None
-            if index == replica:
-                self._axes["world"] = self._axis("world", len(ranks), ranks.index(self.rank), group)
+        self._axes["world"] = SINGLE_RANK
+        for ranks in grid.movedim(1, 0).flatten(1).tolist() if self.layout.world > self.layout.replicate else ():
+            group = dist.new_group(ranks)
+            if self.rank in ranks:
+                self._axes["world"] = self._axis("world", group)
 
-    def _make_expert_axes(self, grid: torch.Tensor, fsdp_context_index: int) -> None:
+    def _make_expert_axes(self, grid: torch.Tensor) -> None:
         """Makes `expert` and `expert_replicas`."""
-        expert = self.layout.expert_ranks
         self.expert_mesh = DeviceMesh(
-            self.device.type, grid.flatten(2, 3).unflatten(2, (-1, expert)),
+            self.device.type, grid.flatten(2, 3).unflatten(2, (-1, self.layout.expert_ranks)),
             mesh_dim_names=("pipeline", "replicate", "expert_replicas", "expert", "tensor"),
         )  # fmt: skip
-        index, group = fsdp_context_index % expert, self.expert_mesh.get_group("expert")
-        self._axes["expert"] = self._axis("expert", expert, index, group)
-        self._axes["expert_replicas"] = SINGLE_RANK
-        size = self.layout.shard * self.layout.context // expert
-        if size > 1:
-            index, group = fsdp_context_index // expert, self.expert_mesh.get_group("expert_replicas")
-            self._axes["expert_replicas"] = self._axis("expert", size, index, group)
+        for axis in ("expert", "expert_replicas"):
+            group = self.expert_mesh.get_group(axis)
+            self._axes[axis] = self._axis("expert", group) if group.size() > 1 else SINGLE_RANK
 
-    def _make_tied_stages(self, grid: torch.Tensor) -> Axis:
-        """Returns the axis of the first and the last pipeline rank with the same other coordinates."""
-        tied_stages = SINGLE_RANK
+    def _make_tied_stages(self, grid: torch.Tensor) -> None:
+        """Makes the axis of the first and the last pipeline rank with the same other coordinates."""
         for ranks in grid.flatten(1)[[0, -1]].T.tolist() if self.layout.pipeline > 1 else ():
             group = dist.new_group(ranks, group_desc="tied stages")
             if self.rank in ranks:
-                tied_stages = self._axis("pipeline", 2, ranks.index(self.rank), group)
-        return tied_stages
+                self.tied_stages = self._axis("pipeline", group)
 
     def __getitem__(self, axis: str) -> Axis:
         return self._axes[axis]

@@ -4,12 +4,10 @@ Weights, reduced gradients and optimizer state are in the master dtype. Modules 
 every layout: by FSDP's mixed-precision policy if FSDP shards the weights, by a parametrization otherwise.
 """
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from shardwise.models.chain import Chain
 from shardwise.models.layers import parametrize
@@ -20,31 +18,12 @@ COMPUTE_DTYPES = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
 class Precision:
-    name: str
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        return COMPUTE_DTYPES[self.name]
-
-    @property
-    def master_dtype(self) -> torch.dtype:
-        return torch.float64 if self.name == "float64" else torch.float32
-
-    @property
-    def is_mixed(self) -> bool:
-        return self.compute_dtype != self.master_dtype
-
-    @property
-    def use_fp8(self) -> bool:
-        """Whether the linear layers of the blocks run in fp8 (`shardwise.models.fp8`)."""
-        return self.name == "fp8"
-
-    def fsdp_policy(self) -> MixedPrecisionPolicy:
-        if not self.is_mixed:
-            return MixedPrecisionPolicy()
-        return MixedPrecisionPolicy(param_dtype=self.compute_dtype, reduce_dtype=self.master_dtype)
+    def __init__(self, name: str):
+        self.name, self.compute_dtype = name, COMPUTE_DTYPES[name]
+        self.master_dtype = torch.float64 if name == "float64" else torch.float32
+        self.is_mixed = self.compute_dtype != self.master_dtype
+        self.use_fp8 = name == "fp8"  # whether the linear layers of the blocks run in fp8 (`shardwise.models.fp8`)
 
     def apply(self, chain: Chain) -> None:
         """Makes every module read its parameters in the compute dtype."""

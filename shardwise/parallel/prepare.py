@@ -61,11 +61,6 @@ class Prepared:
         self.model.is_taken = True
         return self.model
 
-    @property
-    def forward_flops(self) -> float:
-        """Forward FLOPs of one sample."""
-        return sum(forward_flops(self.job.model))
-
 
 def prepare(job: Job, layout: Layout) -> Prepared:
     """Checks a job in a layout; raises JobError or LayoutError before any process starts if it cannot run."""

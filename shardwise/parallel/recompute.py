@@ -21,23 +21,19 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from shardwise.layout import Layout, kept_activation_fraction
 from shardwise.models.chain import Chain
 
-_SAVED_OPS = {
+_SAVED_OPS = [
     torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops._c10d_functional.all_gather_into_tensor.default, torch.ops._c10d_functional.reduce_scatter_tensor.default,
-}  # fmt: skip
-
-
-def _policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in _SAVED_OPS else CheckpointPolicy.PREFER_RECOMPUTE
+]  # fmt: skip
 
 
 def apply(chain: Chain, layout: Layout) -> None:
@@ -46,7 +42,7 @@ def apply(chain: Chain, layout: Layout) -> None:
         return
     keep_fraction = kept_activation_fraction(layout.recompute) or 0.0
     in_place_blocks = chain.in_place_blocks()
-    selective = partial(create_selective_checkpoint_contexts, _policy)
+    selective = partial(create_selective_checkpoint_contexts, _SAVED_OPS)
     for number, block in enumerate(chain.blocks()):
         # Spreads the blocks that save everything evenly over the stage.
         if int((number + 1) * keep_fraction) > int(number * keep_fraction):

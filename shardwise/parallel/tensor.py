@@ -145,10 +145,7 @@ def reduce_scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
 
 
 def _gather_input(module: nn.Module, axis: Axis) -> None:
-    def pre_hook(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return all_gather_sequence(args[0], axis), *args[1:]
-
-    module.register_forward_pre_hook(pre_hook)
+    module.register_forward_pre_hook(lambda _, args: (all_gather_sequence(args[0], axis), *args[1:]))
 
 
 def _sum_output(module: nn.Module, row: nn.Module | None, axis: Axis, reduce: Reduction) -> None:

@@ -337,9 +337,8 @@ def write_program(folder: Path, model: nn.Module, inputs: tuple[Tensor, ...]) ->
 
 def check_program(folder: Path) -> str:
     """Raises RunError unless a fresh process gets from the program what the run's model gave, for any batch."""
-    done = subprocess.run(
-        [sys.executable, "-m", "shardwise.train.export", str(folder)], capture_output=True, text=True, timeout=3600
-    )
+    command = [sys.executable, "-m", "shardwise.train.export", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
     if done.returncode:
         raise RunError(f"a fresh process does not get the reference from the program: {done.stderr.strip()[-500:]}")
     return f"checked: a fresh process loads {PROGRAM}, and its logits differ from the run's by {done.stdout.strip()}."

@@ -25,7 +25,7 @@ from shardwise.models.lora import AdaptedWeights
 from shardwise.optim import job_learning_rate, set_learning_rate
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
-from shardwise.parallel.prepare import Prepared
+from shardwise.parallel.prepare import Prepared, forward_flops
 from shardwise.parallel.torch_pipelining import PipelineOrder
 from shardwise.planner.plan import auto_schedule_order
 from shardwise.step import CudaGraphStep, StepResult, make_step_fn
@@ -76,7 +76,7 @@ class TrainingLoop:
         self.step = self._make_step_fn()
         self.overlaps_host = isinstance(self.step, CudaGraphStep)  # reads data and writes metrics during GPU work
         is_watched = not self.engine.has_tables and not self.overlaps_host
-        flops = is_watched * 3 * self.prepared.forward_flops * self.job.samples / self.layout.world
+        flops = is_watched * 3 * sum(forward_flops(self.job.model)) * self.job.samples / self.layout.world
         watched = self.engine, self.optimizer, self.folder.path, flops
         self.corruption_detector = CorruptionDetector(self.job, *watched, self._log_event)
         task = self.job.family.task(self.job.model)

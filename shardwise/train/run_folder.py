@@ -20,7 +20,7 @@ from shardwise.data.make_sources import Sources, make_sources
 from shardwise.data.sample_stream import Source
 from shardwise.data.tokenizer import HuggingFaceTokenizer, Tokenizer, tokenizer_fingerprint
 from shardwise.errors import CheckpointError, DataError, JobError, RunError
-from shardwise.files import atomic_write, parse_json, parse_record, write_text
+from shardwise.files import atomic_write, parse_json, parse_record, parse_toml, write_text
 from shardwise.job import Job, load_job
 from shardwise.object_store import ObjectStore, parse_url
 from shardwise.train.checkpoint_folder import list_checkpoints, read_manifest, valid_checkpoints
@@ -28,12 +28,10 @@ from shardwise.train.run_store import RunStore, fetch_run, local_folder
 
 DISK_FULL_TIMEOUT = 5.0  # seconds to wait for space on a full disk: a checkpoint that did not fit gets removed
 
-# A tokenizer in a Hugging Face folder and what belongs to it: a run keeps them, and they travel with exported weights.
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.bpe.model", "chat_template.jinja",
-    "chat_template.json", "generation_config.json", "preprocessor_config.json",
-)  # fmt: skip
+NAMES = parse_toml(Path(__file__).with_name("run_folder.toml").read_text(encoding="utf-8"))
+TOKENIZER_FILES, RESUMABLE_KEYS = NAMES["tokenizer_files"], NAMES["resumable_keys"]
+# Keys that a checkpoint does not record: the record of the data and the run's own tokenizer say more than paths.
+UNRECORDED_KEYS = (*RESUMABLE_KEYS, "run.*", "data.path", "data.tokenizer")
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> None:
@@ -238,18 +236,6 @@ def _make_next_folder(parent: Path) -> Path:
             folder = parent / f"{max(numbers, default=0) + 1:04d}"
             folder.mkdir()
             return folder
-
-
-# Job keys that --resume may change. All others define the run.
-RESUMABLE_KEYS = (
-    "layout", "steps", "tokens", "compile", "tracker", "data.workers", "data.prefetch", "checkpoint.*", "validation.*",
-    "export.*", "run.device", "run.processes", "run.cluster", "run.max_restarts", "run.hang_timeout", "run.standby",
-    "run.elastic", "run.rejoin_timeout", "run.join_timeout", "run.node_patience", "run.on_nan",
-    "run.loss_spike_threshold", "run.checksum_every", "run.redundant_compute_every", "run.max_corruptions",
-    "embedding_tables.sharding", "embedding_tables.cached_rows",
-)  # fmt: skip
-# Keys that a checkpoint does not record: the record of the data and the run's own tokenizer say more than paths.
-UNRECORDED_KEYS = (*RESUMABLE_KEYS, "run.*", "data.path", "data.tokenizer")
 
 
 def check_same_run(old: Job, new: Job) -> None:

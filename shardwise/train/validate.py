@@ -82,9 +82,8 @@ def validate(engine: Engine, job: Job, source: Source, tokenizer: Tokenizer | No
     for head in heads:
         totals[3] += int(head.num_correct)
         head.num_correct = 0
-    if engine.mesh.layout.world > 1:
-        totals = totals.to(engine.mesh.device)
-        all_reduce(totals, axis=engine.mesh.all_ranks)
+    totals = totals.to(engine.mesh.device)
+    all_reduce(totals, axis=engine.mesh.all_ranks)
     loss, targets, num_bytes, correct, count, *sums = totals.tolist()
     result = {"loss": loss / targets} | {name: value / count for name, value in zip(metrics, sums, strict=True)}
     if heads or job.loss.dpo_beta:
@@ -117,9 +116,8 @@ def score_pairs(engine: Engine, job: Job, source: Any) -> np.ndarray:
             scores[indices[within]] = -torch.cat(gaps).double().cpu()[within] / _copies(engine)
     for chain in engine.chains:
         chain.train()
-    if engine.mesh.layout.world > 1:
-        scores = scores.to(engine.mesh.device)
-        all_reduce(scores, axis=engine.mesh.all_ranks)
+    scores = scores.to(engine.mesh.device)
+    all_reduce(scores, axis=engine.mesh.all_ranks)
     return scores.cpu().numpy()
 
 

@@ -18,7 +18,7 @@ import shardwise
 from shardwise.adapters.module_chain import KeepFloat64
 from shardwise.console import format_count, pluralize
 from shardwise.errors import JobError, UserError
-from shardwise.files import cache_folder, write_text
+from shardwise.files import cache_folder, parse_toml, write_text
 from shardwise.job import BatchConfig, GradientConfig, Job, load_job
 from shardwise.layout import AXES, Layout
 from shardwise.models.chain import init_weights
@@ -27,15 +27,7 @@ from shardwise.parallel.prepare import Prepared, meta_model, prepare
 from shardwise.train.local_machine import require_memory
 from shardwise.verify.parity import VerifyResult, verify
 
-# One layout per axis, and combinations of axes, with up to 8 processes.
-DEFAULT_LAYOUTS = (
-    "replicate=2", "shard=2 zero=1", "shard=2 zero=2", "shard=2 zero=3", "tensor=2", "pipeline=2",
-    "pipeline=2 schedule=gpipe", "pipeline=2 schedule=interleaved", "pipeline=2 schedule=zero-bubble",
-    "pipeline=2 schedule=zbv", "pipeline=2 schedule=dualpipev", "shard=2 tensor=2 zero=3",
-    "pipeline=2 tensor=2", "pipeline=2 shard=2 zero=2", "replicate=2 shard=2", "pipeline=2 shard=2 tensor=2",
-    "context=2", "context=2 context_method=ulysses", "shard=2 context=2 zero=3", "pipeline=2 context=2 tensor=2",
-    "shard=2 expert=2", "shard=2 context=2 expert=4 zero=2", "pipeline=2 context=2 tensor=2 expert=2",
-)  # fmt: skip
+LAYOUTS = parse_toml(Path(__file__).with_name("layouts.toml").read_text(encoding="utf-8"))
 
 
 def verify_job(
@@ -45,7 +37,7 @@ def verify_job(
     """Verifies the given layouts, or else the job's layout, or else every default layout that the job supports."""
     job = load_job(job_file, ["precision=float64", *settings])
     requested = layouts or ([job.layout] if job.layout != "auto" else [])
-    default_layouts = job.family.verify_layouts or DEFAULT_LAYOUTS
+    default_layouts = job.family.verify_layouts or LAYOUTS["default"]
     selected = [Layout.parse(text) for text in requested or default_layouts]
     if job.model.lora is not None:  # with B at zero, most of its gradients would be zero too
         lora = job.model.lora.model_copy(update={"init_std": job.model.lora.init_std or 0.02})
@@ -79,12 +71,6 @@ def shrink_batch(job: Job, layouts: list[Layout]) -> Job:
     return job
 
 
-LAYOUTS = {
-    "replicate": "replicate=2", "shard": "shard=2 zero=3", "pipeline": "pipeline=2", "context": "context=2",
-    "tensor": "tensor=2", "expert": "shard=2 expert=2", "recompute": "recompute=full",
-}  # fmt: skip
-
-
 def inspect_job(job: Job) -> dict[str, Any]:
     """Returns plain values: what was found, and for each axis "works" or why it does not."""
     chain: Any = meta_model(job.model, job.seed)
@@ -106,7 +92,7 @@ def inspect_job(job: Job) -> dict[str, Any]:
     else:
         found["blocks"] = pluralize(len(chain.blocks()), "block")
     small = job.model_copy(update={"batch": BatchConfig(samples=max(4, 4 * (job.samples // 4)))})
-    refusals = {axis: _refusal(small, Layout.parse(layout)) for axis, layout in LAYOUTS.items()}
+    refusals = {axis: _refusal(small, Layout.parse(layout)) for axis, layout in LAYOUTS["inspect"].items()}
     found["axes"] = {axis: f"no: {why.partition(': ')[2] or why}" if why else "works" for axis, why in refusals.items()}
     return found
 

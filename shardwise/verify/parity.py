@@ -16,12 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwise.cluster import CLUSTERS
-from shardwise.comm.collectives import all_gather_json
+from shardwise.comm.collectives import all_gather_json, all_reduce
 from shardwise.comm.world import run_world
 from shardwise.data.make_sources import synthetic_source
 from shardwise.data.sample_stream import Samples, SampleStream, Subset, job_stream, rank_positions
@@ -274,11 +273,10 @@ class Comparison:
         tensor_sharded = {p.name for p in shards if p.tensor_dim is not None}
         fsdp_sharded = {p.name for p in shards if any(axis is not mesh["tensor"] for _, axis in p.sharded_dims)}
         for axis, names in (("tensor", tensor_sharded), ("fsdp_context", fsdp_sharded), ("data", set(self.tables))):
-            if mesh[axis].size > 1:
-                sums = torch.stack((squared_errors, sizes))
-                dist.all_reduce(sums, group=mesh[axis].group)
-                is_sharded = torch.tensor([name in names for name in order])
-                squared_errors, sizes = torch.where(is_sharded, sums, torch.stack((squared_errors, sizes)))
+            sums = torch.stack((squared_errors, sizes))
+            all_reduce(sums, axis=mesh[axis])
+            is_sharded = torch.tensor([name in names for name in order])
+            squared_errors, sizes = torch.where(is_sharded, sums, torch.stack((squared_errors, sizes)))
         for name in dict.fromkeys([*(shard.name for shard in shards), *self.tables]):
             norm = float(expected[name].norm())
             floor = NOISE_FLOOR if kind == "weight" and name in self.noise else self.floor

@@ -371,12 +371,6 @@ def _is_fresh(file: Path, requested_at: float) -> bool:
     return False
 
 
-def is_stopped(pid: int) -> bool:
-    with suppress(psutil.Error):
-        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
-    return False
-
-
 def save_diagnosis(run: Path, diagnosis: Diagnosis, kind: str, exit_reasons: dict[int, str]) -> None:
     """Saves the diagnosis and its evidence to a new folder in `doctor`, so that no later attempt overwrites it."""
     folder = run / "doctor"
@@ -395,15 +389,15 @@ def diagnose_run(run: Path) -> list[str]:
     if not (run / "job.toml").is_file():
         raise JobError(f"{run} is not a run folder: it has no job.toml.")
     local = {rank: beat for rank, beat in read_heartbeats(run).items() if beat["host"] == socket.gethostname()}
-    alive = {rank: beat["pid"] for rank, beat in local.items() if _is_worker(run, beat)}
+    alive = {rank: beat["pid"] for rank, beat in local.items() if _worker_status(run, beat)}
     if alive:
         time.sleep(OBSERVATION_SECONDS)
         later = read_heartbeats(run)
         step = max(beat["step"] for beat in local.values())
         if all(later.get(rank, beat)["since"] != beat["since"] for rank, beat in local.items()):
             return [f"the run is at step {step}, and every rank is making progress."]
-        exit_reasons = {rank: "is stopped" for rank, pid in alive.items() if is_stopped(pid)}
-        exit_reasons |= dict.fromkeys(local.keys() - alive.keys(), "exited")
+        stopped = [rank for rank in alive if _worker_status(run, local[rank]) == psutil.STATUS_STOPPED]
+        exit_reasons = dict.fromkeys(stopped, "is stopped") | dict.fromkeys(local.keys() - alive.keys(), "exited")
         responsive = {rank: pid for rank, pid in alive.items() if rank not in exit_reasons}
         request_dumps(run, responsive, 2.0, lambda: signal_all(responsive.values(), signal.SIGUSR1))
         with malformed_as_data_error(heartbeat_folder(run)):
@@ -420,11 +414,11 @@ def diagnose_run(run: Path) -> list[str]:
         return [f"{when}, {record['kind']}:", *messages, f"stacks and collectives: {saved[-1].parent}"]
 
 
-def _is_worker(run: Path, heartbeat: dict[str, Any]) -> bool:
-    """Whether the process that wrote this heartbeat is alive. The file may be damaged, or the pid another's by now, and
-    a signal would end that process; the process that writes a heartbeat has its file open."""
+def _worker_status(run: Path, heartbeat: dict[str, Any]) -> str:
+    """Returns what the process that wrote this heartbeat does; empty if it has ended. The file may be damaged, or the
+    pid another's by now, and a signal would end that process; who writes a heartbeat has its file open."""
     with suppress(psutil.Error, OverflowError):
         process, path = psutil.Process(heartbeat["pid"]), heartbeat_folder(run) / f"rank-{heartbeat['rank']}.json"
         is_open = str(path.resolve()) in [file.path for file in process.open_files()]
-        return is_open and process.status() != psutil.STATUS_ZOMBIE
-    return False
+        return process.status() if is_open and process.status() != psutil.STATUS_ZOMBIE else ""
+    return ""

@@ -47,15 +47,14 @@ class SnapshotStore:
     def __init__(self, folder: Path, layout: str, gather: Gather):
         self.folder, self.layout, self.gather = folder, layout, gather
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
-        self.ranks_per_node = local_world_size
+        self.ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
         self.group: dist.ProcessGroup | None = None
-        is_uniform = self.size > 1 and set(gather(local_world_size)) == {local_world_size}
-        if is_uniform and local_world_size < self.size:  # several nodes with equally many ranks
+        is_uniform = self.size > 1 and set(gather(self.ranks_per_node)) == {self.ranks_per_node}
+        if is_uniform and self.ranks_per_node < self.size:  # several nodes with equally many ranks
             self.group = dist.new_group(backend="gloo", group_desc="snapshot")
-        self.backup_rank = (self.rank + local_world_size) % self.size
+        self.backup_rank = (self.rank + self.ranks_per_node) % self.size
         """The rank on the next node that keeps a copy of our snapshots."""
-        self.backed_up_rank = (self.rank - local_world_size) % self.size
+        self.backed_up_rank = (self.rank - self.ranks_per_node) % self.size
         """The rank on the previous node whose snapshots we keep a copy of."""
         self._slot, self._snapshots_taken, self._last_snapshot, self._min_interval = 0, 0, (0, 0.0), 1
         self._thread: threading.Thread | None = None
@@ -65,7 +64,7 @@ class SnapshotStore:
     def check_space(self, tensors: Mapping[str, Tensor]) -> str:
         """Returns an error message if this node has no room for the snapshots of its ranks; otherwise empty."""
         copies = SLOTS * (2 if self.group is not None else 1) * self.ranks_per_node
-        need = copies * sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        need = copies * sum(tensor.nbytes for tensor in tensors.values())
         try:
             self.folder.mkdir(mode=0o700, exist_ok=True)
             disk = os.statvfs(self.folder)

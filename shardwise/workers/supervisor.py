@@ -21,7 +21,6 @@ from typing import Any
 from shardwise.console import format_ranks, pluralize, signal_name
 from shardwise.errors import RunError, ShardwiseError, UserError
 from shardwise.workers import diagnosis
-from shardwise.workers.diagnosis import clear_heartbeats, read_heartbeats
 from shardwise.workers.worker_pool import WorkerGroup, WorkerPool
 
 POLL_SECONDS = 0.1
@@ -103,7 +102,7 @@ class Supervisor:
 
     def _run_attempt(self, resume: bool) -> WorkerFailure | None:
         """Runs one attempt. Returns the failure that ended it, or None if training is done."""
-        clear_heartbeats(self.run_path)
+        diagnosis.clear_heartbeats(self.run_path)
         self.error_log.clear_errors()
         standby = self._take_standby(resume)
         if self.worker_pool.size < self.size:
@@ -130,7 +129,7 @@ class Supervisor:
                 self.worker_pool.kill(worker_group, signal.SIGTERM)  # they save and exit
             now = time.monotonic()
             stopped = [rank for rank, since in worker_group.stopped_since.items() if now - since >= STOPPED_SECONDS]
-            heartbeats = read_heartbeats(self.run_path)
+            heartbeats = diagnosis.read_heartbeats(self.run_path)
             if stopped or (worker_group.all_started and monitor.is_hung(heartbeats)):
                 return self._diagnose_hang(worker_group, stopped)
             if self.use_standby and monitor.stepping_seconds > STANDBY_DELAY and not self.stop_signal:
@@ -182,9 +181,11 @@ class Supervisor:
         # A rank that crashes later crashes because of the first one; but nothing in a run sends SIGKILL to the others.
         silent = [rank for rank in worker_group.failed_ranks if rank not in reported and exit_codes[rank] < 0]
         silent = [r for r in silent if r in first_failed or min(codes) >= 0 or exit_codes[r] == -signal.SIGKILL]
-        heartbeats = read_heartbeats(self.run_path)
+        heartbeats = diagnosis.read_heartbeats(self.run_path)
         if silent or not records:
-            reasons = {rank: _exit_reason(exit_codes[rank]) for rank in silent or first_failed[:1]}
+            blamed = {rank: exit_codes[rank] for rank in silent or first_failed[:1]}
+            reasons = {rank: f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+                       for rank, code in blamed.items()}  # fmt: skip
             finding = self._record_diagnosis("killed", reasons)
             ranks = finding.culprits or first_failed[:1]
             failure = WorkerFailure("killed", ranks, heartbeats.get(ranks[0], {}).get("step", 0), finding.message)
@@ -206,7 +207,7 @@ class Supervisor:
         self._request_dumps(worker_group, responsive, 0.3 if stopped else 2.0)  # stacks reveal the cause of a hang
         finding = self._record_diagnosis(kind, exit_reasons)
         ranks = finding.culprits or [0]
-        step = read_heartbeats(self.run_path).get(ranks[0], {}).get("step", 0)
+        step = diagnosis.read_heartbeats(self.run_path).get(ranks[0], {}).get("step", 0)
         self.worker_pool.kill_and_wait(worker_group)
         return WorkerFailure(kind, ranks, step, finding.message)
 
@@ -220,7 +221,7 @@ class Supervisor:
         return WorkerFailure("node_lost", ranks, step, f"{format_ranks(ranks)} {reason} in step {step}.")
 
     def _latest_step(self) -> int:
-        return max((heartbeat["step"] for heartbeat in read_heartbeats(self.run_path).values()), default=0)
+        return max((heartbeat["step"] for heartbeat in diagnosis.read_heartbeats(self.run_path).values()), default=0)
 
     def _request_dumps(self, worker_group: WorkerGroup, ranks: list[int], timeout: float) -> None:
         send_signal = partial(self.worker_pool.kill, worker_group, signal.SIGUSR1, ranks)
@@ -303,10 +304,6 @@ def failure_text(record: dict[str, Any]) -> str:
     """Returns the message of a failed worker: the sentence of an expected error, the traceback of any other."""
     text = record["trace"] or record["message"]
     return str(text) if record["exit_code"] == 2 else f"rank {record['rank']} failed: {text.rstrip()}"
-
-
-def _exit_reason(code: int) -> str:
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
 
 
 @dataclass

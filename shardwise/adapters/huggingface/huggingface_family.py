@@ -217,21 +217,15 @@ def load_config(config: HuggingFaceConfig) -> Any:
 def model_kind(config: HuggingFaceConfig) -> tuple[str, Any]:
     """Returns what a model is trained for, and the transformers class that builds it."""
     transformers, hf = _transformers(), load_config(config)
-    kinds = {
-        "masked language model": transformers.AutoModelForMaskedLM,
-        "causal language model": transformers.AutoModelForCausalLM,
-        "encoder-decoder": transformers.AutoModelForSeq2SeqLM,
-        "image classification": transformers.AutoModelForImageClassification,
-    }
+    kinds = {kind: getattr(transformers, name) for kind, name in FIELDS["kinds"].items()}
     fitting = [kind for kind, model_class in kinds.items() if type(hf) in model_class._model_mapping]
     if getattr(hf, "is_decoder", False) and "causal language model" in fitting:
         fitting = ["causal language model"]  # BERT can be both, and else is trained to fill in masks
     if fitting:
         return fitting[0], kinds[fitting[0]]
-    what = (
-        f"model.name = {config.name!r}: {type(hf).__name__} is no language model, encoder-decoder or image classifier"
-    )
-    raise JobError(f'{what}; build it in a function of your own and name that: "python:package.module:function".')
+    what = f"{type(hf).__name__} is no language model, encoder-decoder or image classifier"
+    remedy = 'build it in a function of your own and name that: "python:package.module:function"'
+    raise JobError(f"model.name = {config.name!r}: {what}; {remedy}.")
 
 
 class HuggingFaceFamily(ModuleFamily):
@@ -295,9 +289,8 @@ class HuggingFaceFamily(ModuleFamily):
         dropout = next((key for key in FIELDS["attention_dropouts"] if getattr(config.hf, key, 0)), "")
         if meta_chain(config).anatomy.random_module and dropout:
             why = "attention kernels cannot draw the same dropout masks in every layout"
-            raise JobError(
-                f"model.args: {dropout} = {getattr(config.hf, dropout)} must be 0: {why}; set {dropout} = 0."
-            )
+            rule = f"{dropout} = {getattr(config.hf, dropout)} must be 0: {why}"
+            raise JobError(f"model.args: {rule}; set {dropout} = 0.")
         refused = super().refusals(config)
         if config.kind == "causal language model" and "context" not in refused:
             del refused["pack"]  # attention goes through an interface that gets the documents

@@ -49,10 +49,6 @@ class TableShard:
     rows: tuple[int, int]
 
     @property
-    def start(self) -> tuple[int, int]:
-        return self.rows[0], 0
-
-    @property
     def num_rows(self) -> int:
         return self.rows[1] - self.rows[0]
 
@@ -137,7 +133,7 @@ class TableParamShard(ParamShard):
 
     @property
     def offset_and_shape(self) -> tuple[tuple[int, ...], list[int]]:
-        return self.shard.start, list(self.tensor.shape)
+        return (self.shard.rows[0], 0), list(self.tensor.shape)
 
 
 def rows_between(rows: Tensor, gradient: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
@@ -304,8 +300,8 @@ class ShardedTables:
     def init_weights(self, seed: int) -> None:
         """Initializes the rows; the values depend on the seed alone, not on the placement."""
         for local in self.local_shards:
-            std = self.tables[local.shard.table].init_std
-            normal_(local.tensor, hash_key("init", seed, local.name), local.shape, local.shard.start, std)
+            key, std = hash_key("init", seed, local.name), self.tables[local.shard.table].init_std
+            normal_(local.tensor, key, local.shape, local.offset_and_shape[0], std)
 
     def locate(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the rank that owns each row, and the row's index in its storage."""
@@ -388,9 +384,6 @@ class ShardedTables:
         """Divides all gradients."""
         for gradient in (self.gradient, *([self.hot_rows.gradient] if self.hot_rows else ())):
             gradient.div_(divisor)
-
-    def optimizer_states(self) -> dict[Tensor, dict[str, Tensor]]:
-        return {local.tensor: local.state for local in self.local_shards}
 
     @torch.no_grad()
     def update(self, lr: float, scale: float) -> None:
