@@ -1,10 +1,12 @@
 """Atomic writes of files and folders, locks, the cache folder, and the one parser of every TOML and JSON file."""
 
 import json
+import lzma
 import os
 import re
 import tomllib
 import uuid
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -76,11 +78,11 @@ def require_parent_folder(*paths: Path | None) -> None:
 
 @contextmanager
 def os_errors_as(kind: type[ShardwiseError], problem: str) -> Iterator[None]:
-    """Turns an OSError into an error of this kind: the problem, and what the system says."""
+    """Turns an OSError, or what damaged compressed files raise, into an error of this kind: the problem, its cause."""
     try:
         yield
-    except OSError as error:
-        raise kind(f"{problem}: {error.strerror or error}.") from None
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise kind(f"{problem}: {getattr(error, 'strerror', '') or error}.") from None
 
 
 @contextmanager

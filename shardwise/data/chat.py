@@ -31,6 +31,7 @@ from shardwise.data.text import parse_object
 from shardwise.data.token_file import TokenFile, open_token_file, write_token_arrays
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.errors import DataError, shorten
+from shardwise.files import os_errors_as
 from shardwise.job import DataConfig
 from shardwise.models.chain import IGNORE_INDEX
 from shardwise.models.preference import mark_rejected
@@ -96,7 +97,7 @@ def read_conversations(
     """Yields where each conversation stands, and what `use` makes of its messages and tools. `pairs`: whether each row
     has two conversations."""
     for file in files:
-        with file.open() as lines:
+        with os_errors_as(DataError, f"{file.path} cannot be read"), file.open() as lines:
             for number, line in enumerate(lines, start=1):
                 where = f"{file.path}, line {number}"
                 try:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.data.input_files import BadRecords, DataFile
+from shardwise.data.input_files import DECOMPRESSORS, BadRecords, DataFile
 from shardwise.data.sample_stream import CountedSource, Samples
 from shardwise.errors import DataError
 from shardwise.files import os_errors_as
@@ -168,6 +168,8 @@ class CriteoClicks(ClickSource):
 def index_criteo_file(extent: DataFile) -> tuple[np.ndarray, int]:
     """Reads it once; returns the byte offsets of every 16th line and of the end, and the number of lines."""
     offsets, lines, position, last_byte = [0], 0, 0, b"\n"
+    if extent.path.suffix in DECOMPRESSORS:
+        raise DataError(f"data.path = '{extent.path}' is compressed; unpack it, since rows are read one by one.")
     with os_errors_as(DataError, f"data.path = '{extent.path}' cannot be read"), extent.open() as file:
         while chunk := file.read(1 << 24):
             ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n"))

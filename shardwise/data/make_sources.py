@@ -24,10 +24,12 @@ import numpy as np
 from shardwise.console import pluralize
 from shardwise.data import chat, criteo
 from shardwise.data.chat_template import CHATML_TOKENS, load_template
+from shardwise.data.image_files import ImageFiles, index_folder, index_shards
 from shardwise.data.images import IMAGE_SIZE, NUM_CLASSES, ImageAugmentation, SyntheticImages, open_cifar10
-from shardwise.data.input_files import BadRecords, DataFile, DataRecord
+from shardwise.data.input_files import BadRecords, DataFile, DataRecord, import_extra
 from shardwise.data.sample_stream import Mixture, Source, Subset, SyntheticTokens, job_stream
-from shardwise.data.text import describe_source, encode_files, find_files, load_or_train_tokenizer
+from shardwise.data.table_files import STREAM
+from shardwise.data.text import describe_source, encode_files, find_files, load_or_train_tokenizer, source_by_name
 from shardwise.data.token_file import RAW_DTYPES, TokenFile, TokenWindows, open_raw_token_file, open_token_file
 from shardwise.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, parse_bpe_size, tokenizer_fingerprint
 from shardwise.errors import DataError
@@ -37,12 +39,17 @@ from shardwise.models.chain import IGNORE_INDEX
 from shardwise.models.objectives import next_token
 from shardwise.models.preference import plain_targets
 from shardwise.object_store import local_copy, parse_url
+from shardwise.random import Permutation
 
 CACHE_VERSION = 2  # increment this when the same files would encode to different tokens, which invalidates old caches
 
 
 Sources = tuple[Source, Source, Tokenizer | None]  # for training and for validation, and the tokenizer, if known
-SAMPLE_KINDS = {"criteo": "clicks", "cifar10": "images"}  # the other sources are text, tokens or synthetic
+SAMPLE_KINDS = {
+    "criteo": "clicks",
+    "cifar10": "images",
+    "images": "images",
+}  # the other sources are text, tokens or synthetic
 
 
 def make_sources(
@@ -72,7 +79,7 @@ def make_sources(
     if wanted == "clicks":
         return *_click_sources(job, bad_records, record), None
     if wanted == "images":
-        return *_image_sources(job, job.model, bad_records, record), None
+        return *_image_sources(job, cache, bad_records, record), None
     if source == "chat":
         return _chat_sources(job, cache, bad_records, record)
     if source == "mix":
@@ -85,10 +92,10 @@ def download_data(data: DataConfig) -> DataConfig:
 
     def localize(path: str) -> str:
         suffix = next((f":{kind}" for kind in RAW_DTYPES if path.endswith(f":{kind}")), "")
-        return local_copy(path.removesuffix(suffix)) + suffix
+        return path if path.startswith(STREAM) else local_copy(path.removesuffix(suffix)) + suffix
 
     def localize_entry(name: str) -> str:
-        kind, path = _parse_mixture_entry(name)
+        kind, path = source_by_name(name)
         return name if kind == "stdlib" or not parse_url(path) else f"{kind}:{localize(path)}"
 
     mix = {localize_entry(name): weight for name, weight in data.mix.items()}
@@ -102,7 +109,7 @@ def _mixture_sources(job: Job, cache: Path, bad_records: BadRecords, record: Dat
         raise DataError(f"{problem}; train one with `shardwise data` and set data.tokenizer to its path.")
     sources, mix = [], job.data.mix
     for name in mix:
-        data = job.data.model_copy(update=dict(zip(("source", "path"), _parse_mixture_entry(name))) | {"mix": {}})
+        data = job.data.model_copy(update=dict(zip(("source", "path"), source_by_name(name))) | {"mix": {}})
         sources.append(_token_sources(job.model_copy(update={"data": data}), cache, bad_records, record))
     training, validation, tokenizers = zip(*sources)
     tokenizer = tokenizers[0] if all(tokenizer is not None for tokenizer in tokenizers) else None
@@ -110,29 +117,48 @@ def _mixture_sources(job: Job, cache: Path, bad_records: BadRecords, record: Dat
     return _mix_nonempty(training, weights), _mix_nonempty(validation, weights), tokenizer
 
 
-def _parse_mixture_entry(name: str) -> tuple[str, str]:
-    """Returns the source and the path that an entry of `data.mix` stands for."""
-    kind, colon, path = name.partition(":")
-    if name == "stdlib" or (colon and kind in ("text", "jsonl", "tokens")):
-        return kind, path
-    if name.endswith((".bin", *(f".bin:{kind}" for kind in RAW_DTYPES))):
-        return "tokens", name
-    return "jsonl" if name.endswith((".jsonl", ".ndjson")) else "text", name
-
-
 def _mix_nonempty(sources: Sequence[Source], weights: Sequence[float]) -> Source:
     nonempty = [(source, weight) for source, weight in zip(sources, weights, strict=True) if len(source)]
     return Mixture(*zip(*nonempty, strict=True)) if nonempty else sources[0]
 
 
-def _image_sources(job: Job, model: Any, bad_records: BadRecords, record: DataRecord) -> tuple[Source, Source]:
+def _image_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataRecord) -> tuple[Source, Source]:
+    model = cast(Any, job.model)
+    if job.data.source == "images":
+        return _image_file_sources(job, cache, bad_records, record)
     if job.data.source != "cifar10":
-        raise DataError(f"data.source = {job.data.source!r} has no images; use cifar10 or synthetic.")
+        raise DataError(f"data.source = {job.data.source!r} has no images; use images, cifar10 or synthetic.")
     if model.image_size != IMAGE_SIZE or model.num_classes < NUM_CLASSES:
         raise DataError(f"CIFAR-10 needs model.image_size = {IMAGE_SIZE} and model.num_classes = {NUM_CLASSES}.")
     training, held_out = open_cifar10(job.data.path, bad_records, ImageAugmentation(job.data.augment, job.seed))
     record.take([*training.paths, *held_out.paths])
     return training, held_out
+
+
+def _image_file_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataRecord) -> tuple[Source, Source]:
+    """Returns the images of folders or shards. Those for validation have a folder of their own, or are held out."""
+    import_extra("PIL.Image", "images", "data.source = 'images'")
+    model, augment, path = cast(Any, job.model), ImageAugmentation(job.data.augment, job.seed), job.data.path
+
+    def find_images(path: str) -> tuple[Sequence[Path], np.ndarray]:
+        folder = Path(path).expanduser()
+        if path and folder.is_dir() and not any(".tar" in file.suffixes for file in folder.iterdir()):
+            paths, index = index_folder(record.take([folder])[0].path, model.num_classes)
+        else:
+            files, new = record.take(find_files("images", path)), BadRecords(bad_records.skip)
+            paths, cached = [file.path for file in files], cache / _cache_key(job.data, files, str(model.num_classes))
+            encode = partial(index_shards, files, model.num_classes, new, cached / "index.npy")
+            index = _open_or_encode(cached, partial(np.load, cached / "index.npy"), encode, bad_records, new)
+        return paths, index[Permutation(len(index), "images")(np.arange(len(index)))]  # files are sorted by class
+
+    for name in ("val", "validation", "test") if path and Path(path, "train").expanduser().is_dir() else ():
+        if Path(path, name).expanduser().is_dir():
+            held_out = ImageFiles(*find_images(f"{path}/{name}"), model, bad_records)
+            return ImageFiles(*find_images(f"{path}/train"), model, bad_records, augment), held_out
+    paths, index = find_images(path)
+    kept = len(index) - _num_held_out(len(index), job.data.validation_fraction)
+    held_out = ImageFiles(paths, index[kept:], model, bad_records)
+    return ImageFiles(paths, index[:kept], model, bad_records, augment), held_out
 
 
 def _token_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataRecord) -> Sources:
@@ -217,9 +243,9 @@ def _encode_cached(
     job: Job, cache: Path, bad_records: BadRecords, record: DataRecord
 ) -> tuple[list[TokenFile], Tokenizer]:
     """Opens the source's token file in the cache; encodes it first if it is missing."""
+    files = record.take(find_files(job.data.source, job.data.path))
     # Checks the size before the tokenizer is trained, which may take an hour.
     _check_vocab("the tokenizer", parse_bpe_size(job.data.tokenizer) or 0, job)
-    files = record.take(find_files(job.data.source, job.data.path))
     data, new_bad_records = job.data, BadRecords(bad_records.skip)
     if parse_bpe_size(data.tokenizer):  # tokens are cached by the content of their tokenizer
         folder = cache / _cache_key(data, files)
@@ -280,8 +306,10 @@ def _chat_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataRe
 
 
 def _cache_key(data: DataConfig, files: Sequence[DataFile], *chat_settings: str) -> str:
-    field = f"{data.text_field}{':skip' if data.on_bad_record == 'skip' else ''}" if data.source == "jsonl" else ""
-    settings = (CACHE_VERSION, data.source, field, tokenizer_fingerprint(data.tokenizer), *chat_settings)
+    has_fields = data.source in ("jsonl", "parquet", "datasets", "images")
+    field = f"{data.text_field}{':skip' if data.on_bad_record == 'skip' else ''}" if has_fields else ""
+    stream = (data.path, str(data.samples)) if data.path.startswith(STREAM) else ()
+    settings = (CACHE_VERSION, data.source, field, tokenizer_fingerprint(data.tokenizer), *chat_settings, *stream)
     listing = [(str(file.path.absolute()), file.size, file.mtime_ns, file.digest) for file in files]
     return f"{data.source}-{blake2b(repr((settings, listing)).encode(), digest_size=8).hexdigest()}"
 
