@@ -9,6 +9,7 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
@@ -74,6 +75,15 @@ def require_parent_folder(*paths: Path | None) -> None:
             raise JobError(f"{path} is a folder; give the path of a file.")
         if path is not None and not path.parent.is_dir():
             raise JobError(f"{path}: the folder {path.parent} does not exist; create it first.")
+
+
+def import_extra(module: str, extra: str, what: str) -> Any:
+    """Imports an optional package."""
+    try:
+        return import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        raise DataError(f"{what} needs the {package} package; `pip install shardwise[{extra}]`.") from None
 
 
 @contextmanager

@@ -211,7 +211,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ({"source": "jsonl", "path": str(tmp_path / "a.jsonl.zst")}, "arrow"),
         ({"source": "datasets", "path": "stream:a/b", "samples": 3}, "datasets"),
     ):
-        with pytest.raises(DataError, match=rf"needs the package \w+; `pip install shardwise\[{extra}\]`"):
+        with pytest.raises(DataError, match=rf"needs the \w+ package; `pip install shardwise\[{extra}\]`"):
             make_sources(text_job(data, tmp_path), tmp_path / "c")
     with pytest.raises(DataError, match=r"pip install shardwise\[images\]"):
         make_sources(image_job(tmp_path))
@@ -346,18 +346,18 @@ def test_what_is_wrong_with_images_is_one_sentence(tmp_path: Path) -> None:
         return tmp_path / name
 
     (tmp_path / "empty").mkdir()
-    assert "empty has no images; it must have a subfolder of images for each class" in problem_of(tmp_path / "empty")
+    assert "empty has no images: it needs a subfolder for each class" in problem_of(tmp_path / "empty")
     (tmp_path / "two" / "a").mkdir(parents=True)
     (tmp_path / "two" / "a" / "1.png").write_bytes(picture(0, 0))
-    assert "has 1 subfolders, one for each class, but model.num_classes is 3" in problem_of(tmp_path / "two")
+    assert "has 1 subfolders of classes, but model.num_classes is 3" in problem_of(tmp_path / "two")
     assert "data.source = 'images' needs data.path" in problem_of("")
     assert "no such file or folder" in problem_of(tmp_path / "nope")
     good = {"./a b__png": picture(0, 0), "./a b__cls": b"2\n"}
     assert "_x__png".replace("__", ".") in problem_of(tar_of("b.tar", _x__png=b"", **good))  # no class beside it
-    assert "a .cls of '3' beside it; a class is a number below model.num_classes = 3" in problem_of(
+    assert "class '3' in its .cls; it needs a number below model.num_classes = 3" in problem_of(
         tar_of("c.tar", a__png=picture(0, 0), a__cls=b"3")
     )
-    assert "a .cls of 'dog' beside it" in problem_of(tar_of("d.tar", a__png=picture(0, 0), a__cls=b"dog"))
+    assert "class 'dog' in its .cls" in problem_of(tar_of("d.tar", a__png=picture(0, 0), a__cls=b"dog"))
     assert "has no images with classes" in problem_of(tar_of("e.tar", a__txt=b"x", a__cls=b"1"))
     assert "f.tar.gz cannot be read as a plain tar file" in problem_of(tar_of("f.tar.gz", **good))
     whole = tar_of("g.tar", **good, **{f"{n}__png": picture(0, n) for n in range(9)}).read_bytes()

@@ -1,7 +1,6 @@
-"""Images in a folder with a subfolder for each class, or in the tar shards of WebDataset.
+"""Images in a folder with a subfolder for each class, or in tar shards of WebDataset (`NAME.jpg` beside `NAME.cls`).
 
-Their places are read once, into an index of (file, offset, size, class), so that any sample can be read at any time. A
-shard is a plain tar, in which `NAME.cls`, the class as a number, stands beside `NAME.jpg`; other files are passed over.
+Their places are read once, into an index of (file, offset, size, class), so that any sample can be read at any time.
 Images are cut to their middle square, scaled, and normalised by the statistics of ImageNet.
 """
 
@@ -13,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.data.images import ImageAugmentation, ImageSource
-from shardwise.data.input_files import BadRecords, DataFile, import_extra
+from shardwise.data.images import ImageSource
+from shardwise.data.input_files import BadRecords, DataFile
 from shardwise.data.text import walk_files
 from shardwise.data.token_file import write_data_file
 from shardwise.errors import DataError
+from shardwise.files import import_extra
 from shardwise.models.chain import IGNORE_INDEX
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".gif")
@@ -28,12 +28,9 @@ STD = np.array([0.229, 0.224, 0.225], np.float32)[:, None, None]
 class ImageFiles(ImageSource):
     """The images of an index (n, 4). A skipped bad image keeps its stream position, with an ignored target."""
 
-    def __init__(
-        self, paths: Sequence[Path], index: np.ndarray, model: Any, bad_records: BadRecords,
-        augment: ImageAugmentation | None = None,
-    ):  # fmt: skip
+    def __init__(self, paths: Sequence[Path], index: np.ndarray, model: Any, bad: BadRecords, augment: Any = None):
         super().__init__(len(index), model.image_size, model.num_classes, augment)
-        self.paths, self.index, self.bad_records = paths, index, bad_records
+        self.paths, self.index, self.bad_records = paths, index, bad
 
     def read_images(self, indices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         targets = self.index[indices, 3].copy()
@@ -64,11 +61,10 @@ def index_folder(folder: Path, num_classes: int) -> tuple[list[Path], np.ndarray
     classes = sorted(path for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     found = [(path, n) for n, one in enumerate(classes) for path in walk_files(one) if path.suffix.lower() in SUFFIXES]
     if not found:
-        forms = "a subfolder of images for each class, or the .tar shards of WebDataset"
-        raise DataError(f"data.path: {folder} has no images; it must have {forms}.")
+        raise DataError(f"{folder} has no images: it needs a subfolder for each class, or .tar shards of WebDataset.")
     if len(classes) != num_classes:
-        reason = f"{folder} has {len(classes)} subfolders, one for each class, but model.num_classes is {num_classes}"
-        raise DataError(f"{reason}; set it, or add empty subfolders for classes without images.")
+        problem = f"{folder} has {len(classes)} subfolders of classes, but model.num_classes is {num_classes}"
+        raise DataError(f"{problem}; set it, or add empty subfolders for classes without images.")
     return [path for path, _ in found], np.array([(n, 0, -1, label) for n, (_, label) in enumerate(found)], np.int64)
 
 
@@ -92,8 +88,8 @@ def index_shards(files: Sequence[DataFile], num_classes: int, bad_records: BadRe
             if (label := labels.get(key, b"")).isdigit() and int(label) < num_classes:
                 rows.append((number, member.offset_data, member.size, int(label)))
                 continue
-            found = f"a .cls of {label.decode(errors='replace')!r}" if key in labels else "no .cls"
-            reason = f"{found} beside it; a class is a number below model.num_classes = {num_classes}."
+            found = f"class {label.decode(errors='replace')!r} in its .cls" if key in labels else "no .cls beside it"
+            reason = f"{found}; it needs a number below model.num_classes = {num_classes}."
             bad_records.report(DataError(f"{path}, {member.name}: {reason}"))
     if not rows:
         raise DataError(f"data.path: {files[0].path} has no images with classes: NAME.jpg with NAME.cls beside it.")

@@ -4,9 +4,7 @@ A new run records size, time and a hash of sampled content of every file in `dat
 compares. New files, and what has been appended to old ones, are not read, so the run continues with the data that it
 began with; any other change is an error. The hash covers files of up to 256 KiB in full, and 16 blocks of 16 KiB of
 larger ones, the first and the last among them; a change between these blocks shows by its time only. Of a folder of
-images the names and sizes of its files are recorded, and any change is an error.
-
-Files that end in `.gz`, `.bz2`, `.xz` or `.zst` are decompressed as they are read.
+images the names and sizes of its files are recorded, and any change is an error. Compressed files are decompressed.
 """
 
 import bz2
@@ -18,25 +16,15 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 from shardwise.console import pluralize
 from shardwise.errors import DataError
-from shardwise.files import os_errors_as, parse_json, write_text
+from shardwise.files import import_extra, os_errors_as, parse_json, write_text
 from shardwise.object_store import cached_path, local_copy, original_name, parse_url
 
 BLOCK_BYTES, BLOCKS = 16 << 10, 16
-
-
-def import_extra(module: str, extra: str, what: str) -> Any:
-    """Imports a package that only some formats need."""
-    try:
-        return import_module(module)
-    except ImportError:
-        package = module.partition(".")[0]
-        raise DataError(f"{what} needs the package {package}; `pip install shardwise[{extra}]`.") from None
 
 
 def _open_zstd(file: io.BufferedReader) -> Any:
@@ -73,9 +61,7 @@ class DataFile:
         return cls(path, size, stat.st_mtime_ns, digest.hexdigest())
 
     def open(self) -> Any:
-        """Opens it for reading, decompressed."""
-        file = io.BufferedReader(_Extent(self), 1 << 18)
-        return DECOMPRESSORS.get(self.path.suffix, lambda file: file)(file)
+        return DECOMPRESSORS.get(self.path.suffix, lambda file: file)(io.BufferedReader(_Extent(self), 1 << 18))
 
     def change(self, compare_time: bool) -> str:
         """Returns how the file differs from what it was, apart from growth; empty if it does not."""

@@ -1,15 +1,9 @@
-"""Opens the sources of a job's `[data]` section.
-
-    files -> documents -> tokenizer -> token file -> windows -> training | validation
-    text.py               tokenizer.py token_file.py
-
-`text.py` writes token files, both here and for the command `shardwise data`.
+"""Opens the sources of a job's `[data]` section: files -> documents -> token file -> windows -> training | validation.
 
 Text is encoded once, into a cache folder whose name is a hash of everything that determines the tokens (format version,
 source, files with their sizes, times and sampled content, tokenizer): a changed corpus gets a new folder, an unchanged
 one opens at once. When all ranks of a run open the same folder, one of them encodes while the others wait for a file
-lock. On a file system without locks all of them encode the same tokens; files are replaced atomically, so that is only
-slower.
+lock. On a file system without locks all of them encode the same tokens, and files are replaced atomically.
 """
 
 import json
@@ -26,14 +20,21 @@ from shardwise.data import chat, criteo
 from shardwise.data.chat_template import CHATML_TOKENS, load_template
 from shardwise.data.image_files import ImageFiles, index_folder, index_shards
 from shardwise.data.images import IMAGE_SIZE, NUM_CLASSES, ImageAugmentation, SyntheticImages, open_cifar10
-from shardwise.data.input_files import BadRecords, DataFile, DataRecord, import_extra
+from shardwise.data.input_files import BadRecords, DataFile, DataRecord
 from shardwise.data.sample_stream import Mixture, Source, Subset, SyntheticTokens, job_stream
 from shardwise.data.table_files import STREAM
-from shardwise.data.text import describe_source, encode_files, find_files, load_or_train_tokenizer, source_by_name
+from shardwise.data.text import (
+    ROW_SOURCES,
+    describe_source,
+    encode_files,
+    find_files,
+    load_or_train_tokenizer,
+    source_by_name,
+)
 from shardwise.data.token_file import RAW_DTYPES, TokenFile, TokenWindows, open_raw_token_file, open_token_file
 from shardwise.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, parse_bpe_size, tokenizer_fingerprint
 from shardwise.errors import DataError
-from shardwise.files import cache_folder, file_lock, parse_json, write_text
+from shardwise.files import cache_folder, file_lock, import_extra, parse_json, write_text
 from shardwise.job import DataConfig, Job
 from shardwise.models.chain import IGNORE_INDEX
 from shardwise.models.objectives import next_token
@@ -79,7 +80,7 @@ def make_sources(
     if wanted == "clicks":
         return *_click_sources(job, bad_records, record), None
     if wanted == "images":
-        return *_image_sources(job, cache, bad_records, record), None
+        return *(_image_sources if source == "images" else _cifar_sources)(job, cache, bad_records, record), None
     if source == "chat":
         return _chat_sources(job, cache, bad_records, record)
     if source == "mix":
@@ -122,10 +123,8 @@ def _mix_nonempty(sources: Sequence[Source], weights: Sequence[float]) -> Source
     return Mixture(*zip(*nonempty, strict=True)) if nonempty else sources[0]
 
 
-def _image_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataRecord) -> tuple[Source, Source]:
+def _cifar_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataRecord) -> tuple[Source, Source]:
     model = cast(Any, job.model)
-    if job.data.source == "images":
-        return _image_file_sources(job, cache, bad_records, record)
     if job.data.source != "cifar10":
         raise DataError(f"data.source = {job.data.source!r} has no images; use images, cifar10 or synthetic.")
     if model.image_size != IMAGE_SIZE or model.num_classes < NUM_CLASSES:
@@ -135,7 +134,7 @@ def _image_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataR
     return training, held_out
 
 
-def _image_file_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataRecord) -> tuple[Source, Source]:
+def _image_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataRecord) -> tuple[Source, Source]:
     """Returns the images of folders or shards. Those for validation have a folder of their own, or are held out."""
     import_extra("PIL.Image", "images", "data.source = 'images'")
     model, augment, path = cast(Any, job.model), ImageAugmentation(job.data.augment, job.seed), job.data.path
@@ -151,14 +150,15 @@ def _image_file_sources(job: Job, cache: Path, bad_records: BadRecords, record: 
             index = _open_or_encode(cached, partial(np.load, cached / "index.npy"), encode, bad_records, new)
         return paths, index[Permutation(len(index), "images")(np.arange(len(index)))]  # files are sorted by class
 
-    for name in ("val", "validation", "test") if path and Path(path, "train").expanduser().is_dir() else ():
-        if Path(path, name).expanduser().is_dir():
-            held_out = ImageFiles(*find_images(f"{path}/{name}"), model, bad_records)
-            return ImageFiles(*find_images(f"{path}/train"), model, bad_records, augment), held_out
-    paths, index = find_images(path)
-    kept = len(index) - _num_held_out(len(index), job.data.validation_fraction)
-    held_out = ImageFiles(paths, index[kept:], model, bad_records)
-    return ImageFiles(paths, index[:kept], model, bad_records, augment), held_out
+    folders = [f"{path}/{name}" for name in ("train", "val", "validation", "test") if path]
+    folders = [name for name in folders if Path(name).expanduser().is_dir()]
+    if len(folders) > 1 and folders[0] == f"{path}/train":
+        parts = [find_images(name) for name in folders[:2]]
+    else:
+        paths, index = find_images(path)
+        kept = len(index) - _num_held_out(len(index), job.data.validation_fraction)
+        parts = [(paths, index[:kept]), (paths, index[kept:])]
+    return ImageFiles(*parts[0], model, bad_records, augment), ImageFiles(*parts[1], model, bad_records)
 
 
 def _token_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataRecord) -> Sources:
@@ -306,8 +306,8 @@ def _chat_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataRe
 
 
 def _cache_key(data: DataConfig, files: Sequence[DataFile], *chat_settings: str) -> str:
-    has_fields = data.source in ("jsonl", "parquet", "datasets", "images")
-    field = f"{data.text_field}{':skip' if data.on_bad_record == 'skip' else ''}" if has_fields else ""
+    field = f"{data.text_field}{':skip' if data.on_bad_record == 'skip' else ''}"
+    field = field if data.source in (*ROW_SOURCES, "images") else ""
     stream = (data.path, str(data.samples)) if data.path.startswith(STREAM) else ()
     settings = (CACHE_VERSION, data.source, field, tokenizer_fingerprint(data.tokenizer), *chat_settings, *stream)
     listing = [(str(file.path.absolute()), file.size, file.mtime_ns, file.digest) for file in files]

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
-from shardwise.data.input_files import import_extra
 from shardwise.errors import DataError, shorten, suggest
+from shardwise.files import import_extra
 from shardwise.job import DataConfig
 
 STREAM = "stream:"

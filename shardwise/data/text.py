@@ -14,6 +14,7 @@ import glob
 import io
 import json
 import os
+import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -33,7 +34,8 @@ from shardwise.files import os_errors_as, require_parent_folder
 from shardwise.job import DataConfig
 
 CHUNK_CHARS = 1 << 20
-TEXT_SOURCES = ("stdlib", "text", "jsonl", "parquet", "datasets")
+ROW_SOURCES = ("jsonl", "parquet", "datasets")  # each of their rows is a document
+TEXT_SOURCES = ("stdlib", "text", *ROW_SOURCES)
 _LINES = (".jsonl", ".ndjson", *(f"{kind}{end}" for kind in (".jsonl", ".ndjson", ".json") for end in DECOMPRESSORS))
 _SUFFIXES = {"text": ("",), "jsonl": _LINES, "chat": _LINES, "tokens": (".bin",)}
 _SUFFIXES |= {"parquet": (".parquet",), "datasets": (".arrow",), "images": (".tar",)}
@@ -50,11 +52,9 @@ def source_by_name(name: str) -> tuple[str, str]:
     kind, colon, path = name.partition(":")
     if name == "stdlib" or (colon and kind in (*TEXT_SOURCES, "tokens")):
         return kind, path
-    if name.endswith((".bin", *(f".bin:{kind}" for kind in RAW_DTYPES))):
-        return "tokens", name
-    if name.startswith(STREAM):
-        return "datasets", name
-    return next((kind for kind in ("jsonl", "parquet", "datasets") if name.endswith(_SUFFIXES[kind])), "text"), name
+    plain = "x.bin" if name.endswith(tuple(f".bin:{kind}" for kind in RAW_DTYPES)) else name
+    found = next((kind for kind in (*ROW_SOURCES, "tokens") if plain.endswith(_SUFFIXES[kind])), "text")
+    return "datasets" if name.startswith(STREAM) else found, name
 
 
 def find_files(source: str, path: str) -> list[Path]:
@@ -71,8 +71,8 @@ def find_files(source: str, path: str) -> list[Path]:
     if os.path.isdir(expanded):
         if os.path.isfile(f"{expanded}/dataset_dict.json"):  # which split is for training is the user's to say
             raise DataError(f"data.path = {path!r} has several splits; name one, for example {path}/train.")
-        files = [file for file in walk_files(Path(expanded)) if file.name.endswith(_SUFFIXES[source])]
-        files = [file for file in files if not (file.suffix == ".arrow" and file.name.startswith("cache-"))]
+        ends = re.compile(rf"(?!cache-.*\.arrow$).*({'|'.join(map(re.escape, _SUFFIXES[source]))})", re.DOTALL)
+        files = [file for file in walk_files(Path(expanded)) if ends.fullmatch(file.name)]
         suffixes = f" that end in {' or '.join(_SUFFIXES[source][:2])}" if source != "text" else ""
         problem = f"the folder has no files{suffixes}"
     else:
@@ -105,14 +105,13 @@ def read_chunks(data: DataConfig, files: Sequence[DataFile], bad: BadRecords | N
     """Yields the text of `files`, document by document."""
     is_named_file = data.source == "text" and os.path.isfile(os.path.expanduser(data.path))
     bad_records = bad or BadRecords()
-    if not files and data.source == "datasets":
+    if data.path.startswith(STREAM):
         yield from _read_texts(stream_rows(data), data.text_field, bad_records)
     for file in files:
         with os_errors_as(DataError, f"{file.path} cannot be read"):
-            if data.source == "jsonl":
-                yield from _read_jsonl_file(file, data.text_field, bad_records)
-            elif data.source in ("parquet", "datasets"):
-                yield from _read_texts(read_rows(file.path, data.text_field), data.text_field, bad_records)
+            if data.source in ROW_SOURCES:
+                rows = _read_lines(file) if data.source == "jsonl" else read_rows(file.path, data.text_field)
+                yield from _read_texts(rows, data.text_field, bad_records)
             elif _is_text(file):
                 yield from _read_text_file(file)
             elif is_named_file:
@@ -136,22 +135,19 @@ def _read_text_file(extent: DataFile) -> Iterator[TextChunk]:
             yield TextChunk(text, ends_document=not following)
 
 
-def _read_jsonl_file(extent: DataFile, field: str, bad_records: BadRecords) -> Iterator[TextChunk]:
+def _read_lines(extent: DataFile) -> Iterator[tuple[str, Any]]:
     with extent.open() as file:
-        lines = ((f"{extent.path}, line {number}", line) for number, line in enumerate(file, start=1) if line.strip())
-        yield from _read_texts(lines, field, bad_records)
+        yield from ((f"{extent.path}, line {number}", line) for number, line in enumerate(file, 1) if line.strip())
 
 
 def _read_texts(rows: Iterable[tuple[str, Any]], field: str, bad_records: BadRecords) -> Iterator[TextChunk]:
     """Yields the text of each row, a dict or a line of JSON, which comes with words that say where it is."""
     for where, row in rows:
         try:
-            text = _text_of(parse_object(row) if isinstance(row, bytes) else row, field)
+            if text := _text_of(parse_object(row) if isinstance(row, bytes) else row, field):
+                yield TextChunk(text, ends_document=True)
         except DataError as error:
             bad_records.report(DataError(f"{where}: {error}"))
-            continue
-        if text:
-            yield TextChunk(text, ends_document=True)
 
 
 def parse_object(line: bytes) -> dict[str, Any]:

@@ -1,13 +1,8 @@
 """The token file: an encoded corpus as one memory-mapped array.
 
 Encoding is slow and happens once; training reads windows at random offsets. Every text source is therefore encoded into
-this format: a header of 32 bytes, then little-endian tokens in the narrowest type that the vocabulary fits.
-
-    bytes 0-7     "SHARDTOK"
-    bytes 8-11    version of the format, 1
-    bytes 12-15   bytes per token: 1, 2 or 4 (vocabulary up to 256, up to 65,536, or more)
-    bytes 16-23   vocabulary size: all ids are below it
-    bytes 24-31   number of tokens
+this format: a header of 32 bytes, then little-endian tokens in the narrowest type that the vocabulary fits. The fields
+of the header are in docs/how-to/token-files.md.
 
 Headerless files of 16- or 32-bit ids, which other trainers write, need their type in the path:
 `data.path = "train.bin:uint16"`. The file itself does not identify it, and a wrong guess would train on noise.
