@@ -44,10 +44,8 @@ def init(
     devices: Annotated[str | None, Option(help="Processes; 0: one per GPU or core of this machine.")] = None,
 ) -> None:
     """Writes a commented job file for a task. In a terminal, asks for what no option says."""
-    write_job = quick_import("shardwise.launch.init_job").write_job
-
-    given = {"task": task, "data": data, "model": model, "devices": devices}
-    for line in write_job(out, given, typer.prompt if sys.stdin.isatty() else None):
+    given, ask = {"task": task, "data": data, "model": model, "devices": devices}, sys.stdin.isatty() and typer.prompt
+    for line in quick_import("shardwise.launch.init_job").write_job(out, given, ask):
         print_line(line)
 
 

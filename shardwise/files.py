@@ -82,8 +82,7 @@ def import_extra(module: str, extra: str, what: str) -> Any:
     try:
         return import_module(module)
     except ImportError:
-        package = module.partition(".")[0]
-        raise DataError(f"{what} needs the {package} package; `pip install shardwise[{extra}]`.") from None
+        raise DataError(f"{what} needs the {module.split('.')[0]} package; `pip install shardwise[{extra}]`.") from None
 
 
 @contextmanager

@@ -1,9 +1,4 @@
-"""Conversations: reads them, encodes them with a chat template, and lays them out in rows.
-
-    messages        a list of {"role": "user", "content": "..."}
-    conversations   ShareGPT's form: a list of {"from": "human", "value": "..."}; `system` may stand beside it
-    prompt          with `completion`: texts of the user and of the assistant, or lists of messages
-    chosen          with `rejected`: two answers to `prompt`, texts or lists of messages, or two whole conversations
+"""Conversations (docs/how-to/tune-on-chats.md): reads them, encodes them with a chat template, lays them out in rows.
 
 Encoded conversations lie one after another in a token file, whose values are twice the token, plus one if the token
 counts towards the loss. A sample is a row of `length` positions: the conversations in it, without their last tokens,

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -140,12 +140,9 @@ def _next_coprime(values: np.ndarray, counts: Sequence[int]) -> np.ndarray:
 class CriteoClicks(ClickSource):
     """Rows of one Criteo file. A skipped bad row keeps its stream position, with an ignored target."""
 
-    def __init__(
-        self, model: DLRMConfig, path: Path, offsets: np.ndarray, first: int, count: int,
-        bad_records: BadRecords | None = None,
-    ):  # fmt: skip
+    def __init__(self, model: DLRMConfig, path: Path, offsets: np.ndarray, first: int, count: int, bad: Any = None):
         super().__init__(model, first, count)
-        self.path, self.offsets, self.bad_records = path, offsets, bad_records or BadRecords()
+        self.path, self.offsets, self.bad_records = path, offsets, bad or BadRecords()
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
         with self.path.open("rb") as file:

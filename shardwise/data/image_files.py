@@ -21,8 +21,7 @@ from shardwise.files import import_extra
 from shardwise.models.chain import IGNORE_INDEX
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".gif")
-MEAN = np.array([0.485, 0.456, 0.406], np.float32)[:, None, None]
-STD = np.array([0.229, 0.224, 0.225], np.float32)[:, None, None]
+MEAN, STD = np.array([[0.485, 0.456, 0.406], [0.229, 0.224, 0.225]], np.float32)[..., None, None]
 
 
 class ImageFiles(ImageSource):
@@ -51,8 +50,8 @@ def _decode(content: bytes, image_size: int) -> np.ndarray:
     module = import_extra("PIL.Image", "images", "data.source = 'images'")
     image = module.open(io.BytesIO(content)).convert("RGB")
     left, top = ((length - min(image.size)) / 2 for length in image.size)
-    box = (left, top, image.width - left, image.height - top)
-    scaled = image.resize((image_size, image_size), module.Resampling.BILINEAR, box, reducing_gap=3)
+    box, bilinear = (left, top, image.width - left, image.height - top), module.Resampling.BILINEAR
+    scaled = image.resize((image_size, image_size), bilinear, box, reducing_gap=3)
     return np.asarray((np.asarray(scaled, np.float32).transpose(2, 0, 1) / np.float32(255) - MEAN) / STD)
 
 
@@ -89,8 +88,7 @@ def index_shards(files: Sequence[DataFile], num_classes: int, bad_records: BadRe
                 rows.append((number, member.offset_data, member.size, int(label)))
                 continue
             found = f"class {label.decode(errors='replace')!r} in its .cls" if key in labels else "no .cls beside it"
-            reason = f"{found}; it needs a number below model.num_classes = {num_classes}."
-            bad_records.report(DataError(f"{path}, {member.name}: {reason}"))
+            bad_records.report(DataError(f"{path}, {member.name}: {found}; write a number below {num_classes} to it."))
     if not rows:
         raise DataError(f"data.path: {files[0].path} has no images with classes: NAME.jpg with NAME.cls beside it.")
     with write_data_file(out) as file:

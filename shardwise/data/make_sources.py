@@ -23,14 +23,7 @@ from shardwise.data.images import IMAGE_SIZE, NUM_CLASSES, ImageAugmentation, Sy
 from shardwise.data.input_files import BadRecords, DataFile, DataRecord
 from shardwise.data.sample_stream import Mixture, Source, Subset, SyntheticTokens, job_stream
 from shardwise.data.table_files import STREAM
-from shardwise.data.text import (
-    ROW_SOURCES,
-    describe_source,
-    encode_files,
-    find_files,
-    load_or_train_tokenizer,
-    source_by_name,
-)
+from shardwise.data.text import describe_source, encode_files, find_files, load_or_train_bpe, source_by_name
 from shardwise.data.token_file import RAW_DTYPES, TokenFile, TokenWindows, open_raw_token_file, open_token_file
 from shardwise.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, parse_bpe_size, tokenizer_fingerprint
 from shardwise.errors import DataError
@@ -150,10 +143,9 @@ def _image_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataR
             index = _open_or_encode(cached, partial(np.load, cached / "index.npy"), encode, bad_records, new)
         return paths, index[Permutation(len(index), "images")(np.arange(len(index)))]  # files are sorted by class
 
-    folders = [f"{path}/{name}" for name in ("train", "val", "validation", "test") if path]
-    folders = [name for name in folders if Path(name).expanduser().is_dir()]
-    if len(folders) > 1 and folders[0] == f"{path}/train":
-        parts = [find_images(name) for name in folders[:2]]
+    names = [name for name in ("train", "val", "validation", "test") if Path(path or "-", name).expanduser().is_dir()]
+    if len(names) > 1 and names[0] == "train":
+        parts = [find_images(f"{path}/{name}") for name in names[:2]]
     else:
         paths, index = find_images(path)
         kept = len(index) - _num_held_out(len(index), job.data.validation_fraction)
@@ -202,7 +194,7 @@ def _click_sources(job: Job, bad_records: BadRecords, record: DataRecord) -> tup
     offsets, lines = criteo.index_criteo_file(record.take([path])[0])
     criteo.require_good_row(path, model)
     first_held_out = lines - _num_held_out(lines, job.data.validation_fraction)
-    clicks = partial(criteo.CriteoClicks, model, path, offsets, bad_records=bad_records)
+    clicks = partial(criteo.CriteoClicks, model, path, offsets, bad=bad_records)
     return clicks(0, first_held_out), clicks(first_held_out, lines - first_held_out)
 
 
@@ -212,11 +204,8 @@ def _num_held_out(count: int, fraction: float) -> int:
 
 
 def _open_token_files(job: Job, record: DataRecord) -> tuple[list[TokenFile], Tokenizer | None]:
-    path, raw_dtype = job.data.path, ""
-    for known in RAW_DTYPES:
-        if path.endswith(f":{known}"):
-            path, raw_dtype = path.removesuffix(f":{known}"), known
-    found = record.take(find_files("tokens", path))
+    raw_dtype = next((kind for kind in RAW_DTYPES if job.data.path.endswith(f":{kind}")), "")
+    found = record.take(find_files("tokens", job.data.path.removesuffix(f":{raw_dtype}")))
     text_vocab = job.model.vocab_size - job.model.reserved_ids
     files = [
         open_raw_token_file(file.path, raw_dtype, text_vocab, file.size) if raw_dtype else open_token_file(file.path)
@@ -239,24 +228,22 @@ def _tokenizer_for_token_files(vocab: int, job: Job) -> Tokenizer | None:
     return tokenizer
 
 
-def _encode_cached(
-    job: Job, cache: Path, bad_records: BadRecords, record: DataRecord
-) -> tuple[list[TokenFile], Tokenizer]:
+def _encode_cached(job: Job, cache: Path, bad: BadRecords, record: DataRecord) -> tuple[list[TokenFile], Tokenizer]:
     """Opens the source's token file in the cache; encodes it first if it is missing."""
     files = record.take(find_files(job.data.source, job.data.path))
     # Checks the size before the tokenizer is trained, which may take an hour.
     _check_vocab("the tokenizer", parse_bpe_size(job.data.tokenizer) or 0, job)
-    data, new_bad_records = job.data, BadRecords(bad_records.skip)
+    data, new = job.data, BadRecords(bad.skip)
     if parse_bpe_size(data.tokenizer):  # tokens are cached by the content of their tokenizer
         folder = cache / _cache_key(data, files)
         with file_lock(folder):
-            load_or_train_tokenizer(data, files, folder / "tokenizer.json", new_bad_records)
+            load_or_train_bpe(data, files, folder / "tokenizer.json", new)
         data = data.model_copy(update={"tokenizer": str(folder / "tokenizer.json")})
     folder, tokenizer = cache / _cache_key(data, files), load_tokenizer(data.tokenizer)
     _check_vocab("the tokenizer", tokenizer.vocab, job)
     open_files = partial(open_token_file, folder / "tokens.bin")
-    encode = partial(encode_files, data, files, tokenizer, folder / "tokens.bin", new_bad_records)
-    return [_open_or_encode(folder, open_files, encode, bad_records, new_bad_records)], tokenizer
+    encode = partial(encode_files, data, files, tokenizer, folder / "tokens.bin", new)
+    return [_open_or_encode(folder, open_files, encode, bad, new)], tokenizer
 
 
 def _open_or_encode(
@@ -306,8 +293,8 @@ def _chat_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataRe
 
 
 def _cache_key(data: DataConfig, files: Sequence[DataFile], *chat_settings: str) -> str:
-    field = f"{data.text_field}{':skip' if data.on_bad_record == 'skip' else ''}"
-    field = field if data.source in (*ROW_SOURCES, "images") else ""
+    skips = data.on_bad_record == "skip"
+    field = "" if data.source in ("stdlib", "text", "chat") else data.text_field + ":skip" * skips
     stream = (data.path, str(data.samples)) if data.path.startswith(STREAM) else ()
     settings = (CACHE_VERSION, data.source, field, tokenizer_fingerprint(data.tokenizer), *chat_settings, *stream)
     listing = [(str(file.path.absolute()), file.size, file.mtime_ns, file.digest) for file in files]

@@ -1,7 +1,7 @@
 """Rows of tables: parquet files, the Arrow files that `Dataset.save_to_disk` of Hugging Face writes, streamed datasets.
 
-Only `stream:NAME?split=train&name=CONFIG&revision=COMMIT` needs the package `datasets`. A stream cannot go back to a
-position in another layout, so its first `data.samples` rows are read once, into the token file that the run then reads.
+Only `stream:NAME?split=train&name=CONFIG&revision=COMMIT` needs the package `datasets`; the options are those of
+`load_dataset`. A stream cannot go back, so its first `data.samples` rows are read once, into the run's token file.
 """
 
 from collections.abc import Iterator
@@ -15,15 +15,13 @@ from shardwise.files import import_extra
 from shardwise.job import DataConfig
 
 STREAM = "stream:"
-_STREAM_OPTIONS = ("split", "name", "revision", "data_dir", "data_files")  # of datasets.load_dataset
 
 
 def read_rows(path: Path, field: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the rows of a file, each with words that say where it is; of the columns only `field`."""
-    parquet, number = import_extra("pyarrow.parquet", "arrow", str(path)), 0
-    arrow = import_extra("pyarrow", "arrow", str(path))
+    arrow, parquet = (import_extra(name, "arrow", str(path)) for name in ("pyarrow", "pyarrow.parquet"))
+    number, is_parquet = 0, path.suffix == ".parquet"
     try:
-        is_parquet = path.suffix == ".parquet"
         table = parquet.ParquetFile(path) if is_parquet else arrow.ipc.open_stream(arrow.memory_map(str(path)))
         names = (table.schema_arrow if is_parquet else table.schema).names
         if field not in names:
@@ -41,10 +39,7 @@ def stream_rows(data: DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
     if "samples" not in data.model_fields_set:
         raise DataError(f"data.path = {data.path!r} may be endless; set data.samples to the number of rows to take.")
     name, _, query = data.path.removeprefix(STREAM).partition("?")
-    options = {"split": "train", **dict(parse_qsl(query))}
-    if unknown := [option for option in options if option not in _STREAM_OPTIONS]:
-        raise DataError(f"data.path = {data.path!r}: unknown {unknown[0]!r}; {suggest(unknown[0], _STREAM_OPTIONS)}")
-    datasets = import_extra("datasets", "datasets", data.path)
+    datasets, options = import_extra("datasets", "datasets", data.path), {"split": "train", **dict(parse_qsl(query))}
     try:
         rows = islice(datasets.load_dataset(name, streaming=True, **options), data.samples)
         yield from ((f"{data.path}, row {number}", row) for number, row in enumerate(rows, start=1))

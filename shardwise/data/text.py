@@ -5,9 +5,7 @@
     jsonl    like text, but each line is a JSON object whose field `data.text_field` is a document
     parquet, datasets   rows of tables (`table_files.py`), whose column `data.text_field` is a document
 
-A text file is UTF-8 without NUL bytes. Other files in a folder or glob are skipped and named; if `data.path` names one,
-it is an error. Text files are read in chunks of at most 2 x CHUNK_CHARS characters that end at line breaks where
-possible; a JSONL record is read whole.
+Text files are read in chunks of at most 2 x CHUNK_CHARS characters that end at line breaks where possible.
 """
 
 import glob
@@ -18,7 +16,7 @@ import re
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import chain, islice, pairwise
+from itertools import chain, groupby, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -194,23 +192,21 @@ def encode_source(data: DataConfig, out: Path) -> str:
         tokenizer_path.unlink(missing_ok=True)  # it may have been trained on other text
     bad_records = BadRecords(data.on_bad_record == "skip")
     extents = DataRecord().take(files)
-    tokenizer = load_or_train_tokenizer(data, extents, tokenizer_path, bad_records)
+    tokenizer = load_or_train_bpe(data, extents, tokenizer_path, bad_records)
     lines = [encode_files(data, extents, tokenizer, out, bad_records)]
     if tokenizer_path:
         lines.append(f"{tokenizer_path}: tokenizer trained on this text; set data.tokenizer to this path")
     return "\n".join(filter(None, (*lines, bad_records.summary(), bad_records.skipped_text())))
 
 
-def encode_files(
-    data: DataConfig, files: Sequence[DataFile], tokenizer: Tokenizer, out: Path, bad_records: BadRecords
-) -> str:
+def encode_files(data: DataConfig, files: Sequence[DataFile], tokenizer: Tokenizer, out: Path, bad: BadRecords) -> str:
     """Writes the token file `out`; returns what it holds."""
     documents = encoded_bytes = 0
 
     def arrays() -> Iterator[np.ndarray]:
         nonlocal documents, encoded_bytes
         eos = np.array([tokenizer.eos_id], np.uint32)
-        for chunks in _batch_chunks(read_chunks(data, files, bad_records)):
+        for chunks in _batch_chunks(read_chunks(data, files, bad)):
             texts = [chunk.text for chunk in chunks]
             for chunk, ids in zip(chunks, tokenizer.encode_batch(texts), strict=True):
                 yield ids
@@ -228,30 +224,26 @@ def encode_files(
 
 
 def _batch_chunks(chunks: Iterator[TextChunk]) -> Iterator[list[TextChunk]]:
-    batch: list[TextChunk] = []
-    size = 0
-    for chunk in chunks:
-        batch.append(chunk)
-        size += len(chunk.text)
-        if size >= ENCODE_BATCH_CHARS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+    total = 0
+
+    def batch_number(chunk: TextChunk) -> int:
+        nonlocal total
+        total += len(chunk.text)
+        return total // ENCODE_BATCH_CHARS
+
+    return (list(group) for _, group in groupby(chunks, batch_number))
 
 
-def load_or_train_tokenizer(
-    data: DataConfig, files: Sequence[DataFile], tokenizer_path: Path | None, bad_records: BadRecords
-) -> Tokenizer:
-    """Returns the job's tokenizer. A `bpe:SIZE` tokenizer is trained on first use and saved at `tokenizer_path`."""
+def load_or_train_bpe(data: DataConfig, files: Sequence[DataFile], path: Path | None, bad: BadRecords) -> Tokenizer:
+    """Returns the job's tokenizer. A `bpe:SIZE` tokenizer is trained on first use and saved at `path`."""
     size = parse_bpe_size(data.tokenizer)
-    if size is None or tokenizer_path is None:
+    if size is None or path is None:
         return load_tokenizer(data.tokenizer)
-    if not tokenizer_path.exists():
+    if not path.exists():
         stride = -(-sum(file.size for file in files) // MAX_BPE_TRAINING_BYTES)
-        chunks = islice(read_chunks(data, files, bad_records), 0, None, max(1, stride))
-        train_bpe((chunk.text for chunk in chunks), size).save(tokenizer_path)
-    return load_tokenizer(str(tokenizer_path))
+        chunks = islice(read_chunks(data, files, bad), 0, None, max(1, stride))
+        train_bpe((chunk.text for chunk in chunks), size).save(path)
+    return load_tokenizer(str(path))
 
 
 def describe_source(data: DataConfig) -> str:

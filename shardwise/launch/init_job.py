@@ -1,6 +1,6 @@
 """Writes a commented job for a task (`shardwise init`), by options or by four questions. What it writes is checked."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,8 @@ from shardwise.object_store import parse_url
 TEMPLATES = Path(__file__).parent / "templates"
 
 
-def write_job(out: Path, given: Mapping[str, str | None], ask: Callable[[str, Any], str] | None) -> Iterator[str]:
-    """Writes the job file `out`; yields what to tell. `ask` gets a question and its default; None: nobody answers."""
+def write_job(out: Path, given: Mapping[str, str | None], ask: Any) -> Iterator[str]:
+    """Writes the job file `out`; yields what to tell. `ask(question, default)` answers, unless nobody is there."""
     tasks = parse_toml((TEMPLATES / "init.toml").read_text(encoding="utf-8"))
     questions, answers = tasks.pop("any"), dict[str, str]()
     require_parent_folder(out)
@@ -23,8 +23,8 @@ def write_job(out: Path, given: Mapping[str, str | None], ask: Callable[[str, An
         raise JobError(f"{out} exists; name another file: shardwise init other.toml.")
     for key in ("task", "data", "model", "devices"):
         question, *default = (questions | tasks.get(answers.get("task", ""), {}))[key]
-        asked = ask(question, *default or [None]) if given[key] is None and ask else "".join(default)
-        answers[key] = answer = asked if given[key] is None else str(given[key])
+        asked = ask(question, *default or [None]) if given[key] is None and ask else given[key]
+        answers[key] = answer = "".join(default) if asked is None else str(asked)
         if key == "task" and answer not in tasks:
             raise JobError(f"--task {answer} is unknown; {suggest(answer, tasks)}")
         if (not answer and not default) or (key == "devices" and not answer.isdecimal()):
