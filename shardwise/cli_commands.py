@@ -36,6 +36,19 @@ def where(
     return Answer(place, found.place_text(place))
 
 
+def init(
+    out: Annotated[Path, Argument(help="Job file to write.")] = Path("job.toml"),
+    task: Annotated[str | None, Option(help="pretrain, continue, tune, images or recommender.")] = None,
+    data: Annotated[str | None, Option(help="What to train on: a file, folder or glob; empty: built-in data.")] = None,
+    model: Annotated[str | None, Option(help="A preset; to continue or tune, a Hugging Face folder or a run.")] = None,
+    devices: Annotated[str | None, Option(help="Processes; 0: one per GPU or core of this machine.")] = None,
+) -> None:
+    """Writes a commented job file for a task. In a terminal, asks for what no option says."""
+    given, ask = {"task": task, "data": data, "model": model, "devices": devices}, sys.stdin.isatty() and typer.prompt
+    for line in quick_import("shardwise.launch.init_job").write_job(out, given, ask):
+        print_line(line)
+
+
 def submit(
     job_file: Annotated[Path, Argument(help="Job file (TOML).")],
     kind: Annotated[str | None, Argument(help="With --k8s: trainjob, for Kubeflow Trainer.")] = None,
@@ -276,7 +289,7 @@ def trace(
 
 
 COMMANDS: dict[str, Any] = {
-    function.__name__: function for function in (where, submit, sweep, watch, report, compare, trace, sample)
+    function.__name__: function for function in (init, where, submit, sweep, watch, report, compare, trace, sample)
 }
 COMMANDS |= {"env": where, "eval": evaluate, "export": export, "merge": merge, "drift": drift}
 laws = typer.Typer(

@@ -1,12 +1,15 @@
 """Atomic writes of files and folders, locks, the cache folder, and the one parser of every TOML and JSON file."""
 
 import json
+import lzma
 import os
 import re
 import tomllib
 import uuid
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import IO, Any
 
@@ -74,13 +77,21 @@ def require_parent_folder(*paths: Path | None) -> None:
             raise JobError(f"{path}: the folder {path.parent} does not exist; create it first.")
 
 
+def import_extra(module: str, extra: str, what: str) -> Any:
+    """Imports an optional package."""
+    try:
+        return import_module(module)
+    except ImportError:
+        raise DataError(f"{what} needs the {module.split('.')[0]} package; `pip install shardwise[{extra}]`.") from None
+
+
 @contextmanager
 def os_errors_as(kind: type[ShardwiseError], problem: str) -> Iterator[None]:
-    """Turns an OSError into an error of this kind: the problem, and what the system says."""
+    """Turns an OSError, or what damaged compressed files raise, into an error of this kind: the problem, its cause."""
     try:
         yield
-    except OSError as error:
-        raise kind(f"{problem}: {error.strerror or error}.") from None
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise kind(f"{problem}: {getattr(error, 'strerror', '') or error}.") from None
 
 
 @contextmanager

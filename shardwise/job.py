@@ -30,7 +30,8 @@ _GATE = re.compile(r"\s*(<=|>=|<|>)\s*([-+]?[\d.]+(?:e[-+]?\d+)?)\s*", re.IGNORE
 
 
 class DataConfig(ConfigSection):
-    source: Literal["stdlib", "text", "jsonl", "chat", "tokens", "mix", "synthetic", "criteo", "cifar10"] = "stdlib"
+    source: Literal["stdlib", "text", "jsonl", "parquet", "datasets", "chat", "tokens", "mix", "synthetic", "criteo",
+                    "images", "cifar10"] = "stdlib"  # fmt: skip
     path: str = ""
     mix: dict[str, Annotated[float, Field(gt=0.0)]] = {}
     text_field: str = "text"
@@ -53,7 +54,7 @@ class DataConfig(ConfigSection):
             if self.source not in ("chat", "synthetic") and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f'{key} = {getattr(self, key)!r} is for source = "chat" only; remove it')
         if self.path and "source" not in self.model_fields_set:
-            raise ValueError(f"path = {self.path!r} needs a source: text, jsonl, chat, tokens, criteo or cifar10")
+            raise ValueError(f"path = {self.path!r} needs a source: text, jsonl, parquet, datasets, tokens or images")
 
 
 class BatchConfig(ConfigSection):

@@ -1,9 +1,4 @@
-"""Conversations: reads them, encodes them with a chat template, and lays them out in rows.
-
-    messages        a list of {"role": "user", "content": "..."}
-    conversations   ShareGPT's form: a list of {"from": "human", "value": "..."}; `system` may stand beside it
-    prompt          with `completion`: texts of the user and of the assistant, or lists of messages
-    chosen          with `rejected`: two answers to `prompt`, texts or lists of messages, or two whole conversations
+"""Conversations (docs/how-to/tune-on-chats.md): reads them, encodes them with a chat template, lays them out in rows.
 
 Encoded conversations lie one after another in a token file, whose values are twice the token, plus one if the token
 counts towards the loss. A sample is a row of `length` positions: the conversations in it, without their last tokens,
@@ -31,6 +26,7 @@ from shardwise.data.text import parse_object
 from shardwise.data.token_file import TokenFile, open_token_file, write_token_arrays
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.errors import DataError, shorten
+from shardwise.files import os_errors_as
 from shardwise.job import DataConfig
 from shardwise.models.chain import IGNORE_INDEX
 from shardwise.models.preference import mark_rejected
@@ -96,7 +92,7 @@ def read_conversations(
     """Yields where each conversation stands, and what `use` makes of its messages and tools. `pairs`: whether each row
     has two conversations."""
     for file in files:
-        with file.open() as lines:
+        with os_errors_as(DataError, f"{file.path} cannot be read"), file.open() as lines:
             for number, line in enumerate(lines, start=1):
                 where = f"{file.path}, line {number}"
                 try:

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from shardwise.data.input_files import BadRecords, DataFile
+from shardwise.data.input_files import DECOMPRESSORS, BadRecords, DataFile
 from shardwise.data.sample_stream import CountedSource, Samples
 from shardwise.errors import DataError
 from shardwise.files import os_errors_as
@@ -140,12 +140,9 @@ def _next_coprime(values: np.ndarray, counts: Sequence[int]) -> np.ndarray:
 class CriteoClicks(ClickSource):
     """Rows of one Criteo file. A skipped bad row keeps its stream position, with an ignored target."""
 
-    def __init__(
-        self, model: DLRMConfig, path: Path, offsets: np.ndarray, first: int, count: int,
-        bad_records: BadRecords | None = None,
-    ):  # fmt: skip
+    def __init__(self, model: DLRMConfig, path: Path, offsets: np.ndarray, first: int, count: int, bad: Any = None):
         super().__init__(model, first, count)
-        self.path, self.offsets, self.bad_records = path, offsets, bad_records or BadRecords()
+        self.path, self.offsets, self.bad_records = path, offsets, bad or BadRecords()
 
     def rows(self, indices: np.ndarray) -> np.ndarray:
         with self.path.open("rb") as file:
@@ -168,6 +165,8 @@ class CriteoClicks(ClickSource):
 def index_criteo_file(extent: DataFile) -> tuple[np.ndarray, int]:
     """Reads it once; returns the byte offsets of every 16th line and of the end, and the number of lines."""
     offsets, lines, position, last_byte = [0], 0, 0, b"\n"
+    if extent.path.suffix in DECOMPRESSORS:
+        raise DataError(f"data.path = '{extent.path}' is compressed; unpack it, since rows are read one by one.")
     with os_errors_as(DataError, f"data.path = '{extent.path}' cannot be read"), extent.open() as file:
         while chunk := file.read(1 << 24):
             ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n"))

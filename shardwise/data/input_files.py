@@ -3,11 +3,15 @@
 A new run records size, time and a hash of sampled content of every file in `data.json`. Each start and restart
 compares. New files, and what has been appended to old ones, are not read, so the run continues with the data that it
 began with; any other change is an error. The hash covers files of up to 256 KiB in full, and 16 blocks of 16 KiB of
-larger ones, the first and the last among them; a change between these blocks shows by its time only.
+larger ones, the first and the last among them; a change between these blocks shows by its time only. Of a folder of
+images the names and sizes of its files are recorded, and any change is an error. Compressed files are decompressed.
 """
 
+import bz2
+import gzip
 import io
 import json
+import lzma
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -17,10 +21,18 @@ from typing import Any
 
 from shardwise.console import pluralize
 from shardwise.errors import DataError
-from shardwise.files import os_errors_as, parse_json, write_text
+from shardwise.files import import_extra, os_errors_as, parse_json, write_text
 from shardwise.object_store import cached_path, local_copy, original_name, parse_url
 
 BLOCK_BYTES, BLOCKS = 16 << 10, 16
+
+
+def _open_zstd(file: io.BufferedReader) -> Any:
+    arrow = import_extra("pyarrow", "arrow", "a .zst file")
+    return io.BufferedReader(arrow.CompressedInputStream(arrow.PythonFile(file, "r"), "zstd"), 1 << 18)
+
+
+DECOMPRESSORS: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zstd}
 
 
 @dataclass(frozen=True)
@@ -34,7 +46,10 @@ class DataFile:
 
     @classmethod
     def of(cls, path: Path, max_size: int | None = None) -> "DataFile":
-        """Returns the file, or its first bytes, as it is now."""
+        """Returns the file, or its first bytes, as it is now; of a folder, the names and sizes of its files."""
+        if path.is_dir():
+            found = sorted((str(one.relative_to(path)), one.stat().st_size) for one in path.rglob("[!.]*"))
+            return cls(path, len(found), 0, blake2b(repr(found).encode(), digest_size=16).hexdigest())
         digest = blake2b(digest_size=16)
         with os_errors_as(DataError, f"{path} cannot be read"), path.open("rb") as file:
             stat = os.fstat(file.fileno())
@@ -45,13 +60,15 @@ class DataFile:
                 digest.update(file.read(min(BLOCK_BYTES, max(0, size - file.tell()))))
         return cls(path, size, stat.st_mtime_ns, digest.hexdigest())
 
-    def open(self) -> io.BufferedReader:
-        return io.BufferedReader(_Extent(self), 1 << 18)
+    def open(self) -> Any:
+        return DECOMPRESSORS.get(self.path.suffix, lambda file: file)(io.BufferedReader(_Extent(self), 1 << 18))
 
     def change(self, compare_time: bool) -> str:
         """Returns how the file differs from what it was, apart from growth; empty if it does not."""
-        if not self.path.is_file():
+        if not self.path.exists():
             return f"{self.path} is missing"
+        if self.path.is_dir():
+            return f"the files in {self.path} have changed" * (DataFile.of(self.path).digest != self.digest)
         now, size = DataFile.of(self.path, self.size), self.path.stat().st_size
         if size < self.size:
             return f"{self.path} has {size} bytes instead of {self.size}"
@@ -105,7 +122,7 @@ class DataRecord:
         """Returns what the run reads of these files."""
         if self.is_new:
             self.files |= {str(path): DataFile.of(path) for path in paths}
-        if not any(str(path) in self.files for path in paths):
+        if paths and not any(str(path) in self.files for path in paths):
             raise DataError(f"{paths[0]} is not among the files that the run began with; restore data.path in its job.")
         return [self.files[str(path)] for path in paths if str(path) in self.files]
 

@@ -2,13 +2,12 @@
 
 A thread prefetches `prefetch` batches. It reads them itself, which is enough for tokens (a memory map and a copy), or
 receives them from worker processes, for expensive samples. Worker w of n reads steps first_step + w,
-first_step + w + n, ...; the thread polls workers round-robin, so batches arrive in step order, and a fast worker blocks
-on its pipe. Besides the skipped batches, the only state is the number of the next step, so resuming starts there.
+first_step + w + n, ...; the thread polls workers round-robin, so batches arrive in step order. Besides the skipped
+batches, the only state is the number of the next step, so resuming starts there.
 
 PyTorch's DataLoader is not used: resuming needs its sampler's state, and it reports only the process id of a worker
-that dies. Workers come from multiprocessing's fork server (safe with threads and CUDA, one torch import), which Python
-owns and all loaders share. Workers exit when the loader is closed or garbage-collected, and when its process is killed:
-their pipe closes.
+that dies. Workers come from multiprocessing's fork server (safe with threads and CUDA, one torch import), and exit when
+the loader is closed or garbage-collected, and when its process is killed: their pipe closes.
 """
 
 import multiprocessing

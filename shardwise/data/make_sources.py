@@ -1,15 +1,9 @@
-"""Opens the sources of a job's `[data]` section.
-
-    files -> documents -> tokenizer -> token file -> windows -> training | validation
-    text.py               tokenizer.py token_file.py
-
-`text.py` writes token files, both here and for the command `shardwise data`.
+"""Opens the sources of a job's `[data]` section: files -> documents -> token file -> windows -> training | validation.
 
 Text is encoded once, into a cache folder whose name is a hash of everything that determines the tokens (format version,
 source, files with their sizes, times and sampled content, tokenizer): a changed corpus gets a new folder, an unchanged
 one opens at once. When all ranks of a run open the same folder, one of them encodes while the others wait for a file
-lock. On a file system without locks all of them encode the same tokens; files are replaced atomically, so that is only
-slower.
+lock. On a file system without locks all of them encode the same tokens, and files are replaced atomically.
 """
 
 import json
@@ -24,25 +18,32 @@ import numpy as np
 from shardwise.console import pluralize
 from shardwise.data import chat, criteo
 from shardwise.data.chat_template import CHATML_TOKENS, load_template
+from shardwise.data.image_files import ImageFiles, index_folder, index_shards
 from shardwise.data.images import IMAGE_SIZE, NUM_CLASSES, ImageAugmentation, SyntheticImages, open_cifar10
 from shardwise.data.input_files import BadRecords, DataFile, DataRecord
 from shardwise.data.sample_stream import Mixture, Source, Subset, SyntheticTokens, job_stream
-from shardwise.data.text import describe_source, encode_files, find_files, load_or_train_tokenizer
+from shardwise.data.table_files import STREAM
+from shardwise.data.text import describe_source, encode_files, find_files, load_or_train_bpe, source_by_name
 from shardwise.data.token_file import RAW_DTYPES, TokenFile, TokenWindows, open_raw_token_file, open_token_file
 from shardwise.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, parse_bpe_size, tokenizer_fingerprint
 from shardwise.errors import DataError
-from shardwise.files import cache_folder, file_lock, parse_json, write_text
+from shardwise.files import cache_folder, file_lock, import_extra, parse_json, write_text
 from shardwise.job import DataConfig, Job
 from shardwise.models.chain import IGNORE_INDEX
 from shardwise.models.objectives import next_token
 from shardwise.models.preference import plain_targets
 from shardwise.object_store import local_copy, parse_url
+from shardwise.random import Permutation
 
 CACHE_VERSION = 2  # increment this when the same files would encode to different tokens, which invalidates old caches
 
 
 Sources = tuple[Source, Source, Tokenizer | None]  # for training and for validation, and the tokenizer, if known
-SAMPLE_KINDS = {"criteo": "clicks", "cifar10": "images"}  # the other sources are text, tokens or synthetic
+SAMPLE_KINDS = {
+    "criteo": "clicks",
+    "cifar10": "images",
+    "images": "images",
+}  # the other sources are text, tokens or synthetic
 
 
 def make_sources(
@@ -72,7 +73,7 @@ def make_sources(
     if wanted == "clicks":
         return *_click_sources(job, bad_records, record), None
     if wanted == "images":
-        return *_image_sources(job, job.model, bad_records, record), None
+        return *(_image_sources if source == "images" else _cifar_sources)(job, cache, bad_records, record), None
     if source == "chat":
         return _chat_sources(job, cache, bad_records, record)
     if source == "mix":
@@ -85,10 +86,10 @@ def download_data(data: DataConfig) -> DataConfig:
 
     def localize(path: str) -> str:
         suffix = next((f":{kind}" for kind in RAW_DTYPES if path.endswith(f":{kind}")), "")
-        return local_copy(path.removesuffix(suffix)) + suffix
+        return path if path.startswith(STREAM) else local_copy(path.removesuffix(suffix)) + suffix
 
     def localize_entry(name: str) -> str:
-        kind, path = _parse_mixture_entry(name)
+        kind, path = source_by_name(name)
         return name if kind == "stdlib" or not parse_url(path) else f"{kind}:{localize(path)}"
 
     mix = {localize_entry(name): weight for name, weight in data.mix.items()}
@@ -102,7 +103,7 @@ def _mixture_sources(job: Job, cache: Path, bad_records: BadRecords, record: Dat
         raise DataError(f"{problem}; train one with `shardwise data` and set data.tokenizer to its path.")
     sources, mix = [], job.data.mix
     for name in mix:
-        data = job.data.model_copy(update=dict(zip(("source", "path"), _parse_mixture_entry(name))) | {"mix": {}})
+        data = job.data.model_copy(update=dict(zip(("source", "path"), source_by_name(name))) | {"mix": {}})
         sources.append(_token_sources(job.model_copy(update={"data": data}), cache, bad_records, record))
     training, validation, tokenizers = zip(*sources)
     tokenizer = tokenizers[0] if all(tokenizer is not None for tokenizer in tokenizers) else None
@@ -110,29 +111,46 @@ def _mixture_sources(job: Job, cache: Path, bad_records: BadRecords, record: Dat
     return _mix_nonempty(training, weights), _mix_nonempty(validation, weights), tokenizer
 
 
-def _parse_mixture_entry(name: str) -> tuple[str, str]:
-    """Returns the source and the path that an entry of `data.mix` stands for."""
-    kind, colon, path = name.partition(":")
-    if name == "stdlib" or (colon and kind in ("text", "jsonl", "tokens")):
-        return kind, path
-    if name.endswith((".bin", *(f".bin:{kind}" for kind in RAW_DTYPES))):
-        return "tokens", name
-    return "jsonl" if name.endswith((".jsonl", ".ndjson")) else "text", name
-
-
 def _mix_nonempty(sources: Sequence[Source], weights: Sequence[float]) -> Source:
     nonempty = [(source, weight) for source, weight in zip(sources, weights, strict=True) if len(source)]
     return Mixture(*zip(*nonempty, strict=True)) if nonempty else sources[0]
 
 
-def _image_sources(job: Job, model: Any, bad_records: BadRecords, record: DataRecord) -> tuple[Source, Source]:
+def _cifar_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataRecord) -> tuple[Source, Source]:
+    model = cast(Any, job.model)
     if job.data.source != "cifar10":
-        raise DataError(f"data.source = {job.data.source!r} has no images; use cifar10 or synthetic.")
+        raise DataError(f"data.source = {job.data.source!r} has no images; use images, cifar10 or synthetic.")
     if model.image_size != IMAGE_SIZE or model.num_classes < NUM_CLASSES:
         raise DataError(f"CIFAR-10 needs model.image_size = {IMAGE_SIZE} and model.num_classes = {NUM_CLASSES}.")
     training, held_out = open_cifar10(job.data.path, bad_records, ImageAugmentation(job.data.augment, job.seed))
     record.take([*training.paths, *held_out.paths])
     return training, held_out
+
+
+def _image_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataRecord) -> tuple[Source, Source]:
+    """Returns the images of folders or shards. Those for validation have a folder of their own, or are held out."""
+    import_extra("PIL.Image", "images", "data.source = 'images'")
+    model, augment, path = cast(Any, job.model), ImageAugmentation(job.data.augment, job.seed), job.data.path
+
+    def find_images(path: str) -> tuple[Sequence[Path], np.ndarray]:
+        folder = Path(path).expanduser()
+        if path and folder.is_dir() and not any(".tar" in file.suffixes for file in folder.iterdir()):
+            paths, index = index_folder(record.take([folder])[0].path, model.num_classes)
+        else:
+            files, new = record.take(find_files("images", path)), BadRecords(bad_records.skip)
+            paths, cached = [file.path for file in files], cache / _cache_key(job.data, files, str(model.num_classes))
+            encode = partial(index_shards, files, model.num_classes, new, cached / "index.npy")
+            index = _open_or_encode(cached, partial(np.load, cached / "index.npy"), encode, bad_records, new)
+        return paths, index[Permutation(len(index), "images")(np.arange(len(index)))]  # files are sorted by class
+
+    names = [name for name in ("train", "val", "validation", "test") if Path(path or "-", name).expanduser().is_dir()]
+    if len(names) > 1 and names[0] == "train":
+        parts = [find_images(f"{path}/{name}") for name in names[:2]]
+    else:
+        paths, index = find_images(path)
+        kept = len(index) - _num_held_out(len(index), job.data.validation_fraction)
+        parts = [(paths, index[:kept]), (paths, index[kept:])]
+    return ImageFiles(*parts[0], model, bad_records, augment), ImageFiles(*parts[1], model, bad_records)
 
 
 def _token_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataRecord) -> Sources:
@@ -176,7 +194,7 @@ def _click_sources(job: Job, bad_records: BadRecords, record: DataRecord) -> tup
     offsets, lines = criteo.index_criteo_file(record.take([path])[0])
     criteo.require_good_row(path, model)
     first_held_out = lines - _num_held_out(lines, job.data.validation_fraction)
-    clicks = partial(criteo.CriteoClicks, model, path, offsets, bad_records=bad_records)
+    clicks = partial(criteo.CriteoClicks, model, path, offsets, bad=bad_records)
     return clicks(0, first_held_out), clicks(first_held_out, lines - first_held_out)
 
 
@@ -186,11 +204,8 @@ def _num_held_out(count: int, fraction: float) -> int:
 
 
 def _open_token_files(job: Job, record: DataRecord) -> tuple[list[TokenFile], Tokenizer | None]:
-    path, raw_dtype = job.data.path, ""
-    for known in RAW_DTYPES:
-        if path.endswith(f":{known}"):
-            path, raw_dtype = path.removesuffix(f":{known}"), known
-    found = record.take(find_files("tokens", path))
+    raw_dtype = next((kind for kind in RAW_DTYPES if job.data.path.endswith(f":{kind}")), "")
+    found = record.take(find_files("tokens", job.data.path.removesuffix(f":{raw_dtype}")))
     text_vocab = job.model.vocab_size - job.model.reserved_ids
     files = [
         open_raw_token_file(file.path, raw_dtype, text_vocab, file.size) if raw_dtype else open_token_file(file.path)
@@ -213,24 +228,22 @@ def _tokenizer_for_token_files(vocab: int, job: Job) -> Tokenizer | None:
     return tokenizer
 
 
-def _encode_cached(
-    job: Job, cache: Path, bad_records: BadRecords, record: DataRecord
-) -> tuple[list[TokenFile], Tokenizer]:
+def _encode_cached(job: Job, cache: Path, bad: BadRecords, record: DataRecord) -> tuple[list[TokenFile], Tokenizer]:
     """Opens the source's token file in the cache; encodes it first if it is missing."""
+    files = record.take(find_files(job.data.source, job.data.path))
     # Checks the size before the tokenizer is trained, which may take an hour.
     _check_vocab("the tokenizer", parse_bpe_size(job.data.tokenizer) or 0, job)
-    files = record.take(find_files(job.data.source, job.data.path))
-    data, new_bad_records = job.data, BadRecords(bad_records.skip)
+    data, new = job.data, BadRecords(bad.skip)
     if parse_bpe_size(data.tokenizer):  # tokens are cached by the content of their tokenizer
         folder = cache / _cache_key(data, files)
         with file_lock(folder):
-            load_or_train_tokenizer(data, files, folder / "tokenizer.json", new_bad_records)
+            load_or_train_bpe(data, files, folder / "tokenizer.json", new)
         data = data.model_copy(update={"tokenizer": str(folder / "tokenizer.json")})
     folder, tokenizer = cache / _cache_key(data, files), load_tokenizer(data.tokenizer)
     _check_vocab("the tokenizer", tokenizer.vocab, job)
     open_files = partial(open_token_file, folder / "tokens.bin")
-    encode = partial(encode_files, data, files, tokenizer, folder / "tokens.bin", new_bad_records)
-    return [_open_or_encode(folder, open_files, encode, bad_records, new_bad_records)], tokenizer
+    encode = partial(encode_files, data, files, tokenizer, folder / "tokens.bin", new)
+    return [_open_or_encode(folder, open_files, encode, bad, new)], tokenizer
 
 
 def _open_or_encode(
@@ -280,8 +293,10 @@ def _chat_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataRe
 
 
 def _cache_key(data: DataConfig, files: Sequence[DataFile], *chat_settings: str) -> str:
-    field = f"{data.text_field}{':skip' if data.on_bad_record == 'skip' else ''}" if data.source == "jsonl" else ""
-    settings = (CACHE_VERSION, data.source, field, tokenizer_fingerprint(data.tokenizer), *chat_settings)
+    skips = data.on_bad_record == "skip"
+    field = "" if data.source in ("stdlib", "text", "chat") else data.text_field + ":skip" * skips
+    stream = (data.path, str(data.samples)) if data.path.startswith(STREAM) else ()
+    settings = (CACHE_VERSION, data.source, field, tokenizer_fingerprint(data.tokenizer), *chat_settings, *stream)
     listing = [(str(file.path.absolute()), file.size, file.mtime_ns, file.digest) for file in files]
     return f"{data.source}-{blake2b(repr((settings, listing)).encode(), digest_size=8).hexdigest()}"
 

@@ -75,19 +75,14 @@ class Mixture(CountedSource):
     def __init__(self, sources: Sequence[Source], weights: Sequence[float]):
         self.sources = tuple(sources)
         self.length, self.vocab = sources[0].length, max(source.vocab for source in sources)
-        self.cumulative_sizes = list(accumulate(map(len, sources)))
-        self.count = self.cumulative_sizes[-1]
+        *self.offsets, self.count = accumulate(map(len, sources), initial=0)  # of each source in the concatenation
         remaining = list(accumulate(reversed(weights)))[::-1]
         shares = [weight / rest for weight, rest in zip(weights, remaining, strict=True)]
         self._fixed_point_weights = [max(1, round(share * 2**self.WEIGHT_BITS)) for share in shares]
 
     def read_sample(self, index: int) -> np.ndarray:
-        source_index = bisect_right(self.cumulative_sizes, index)
-        return self.sources[source_index][index - self.offset(source_index)]
-
-    def offset(self, source_index: int) -> int:
-        """Returns the index of a source's first sample in the concatenation."""
-        return self.cumulative_sizes[source_index - 1] if source_index else 0
+        source_index = bisect_right(self.offsets, index) - 1
+        return self.sources[source_index][index - self.offsets[source_index]]
 
     def locate(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Returns each position's source and the position in that source's own stream."""
@@ -211,7 +206,7 @@ class SampleStream:
         for number, source in enumerate(self.source.sources):
             mask = source_index == number
             shuffled = self._shuffled_indices(source_positions[mask], len(source), number)
-            indices[mask] = self.source.offset(number) + shuffled
+            indices[mask] = self.source.offsets[number] + shuffled
         return indices
 
     def _shuffled_indices(self, positions: np.ndarray, count: int, *source_index: int) -> np.ndarray:

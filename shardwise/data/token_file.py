@@ -1,16 +1,9 @@
 """The token file: an encoded corpus as one memory-mapped array.
 
 Encoding is slow and happens once; training reads windows at random offsets. Every text source is therefore encoded into
-this format: a header of 32 bytes, then little-endian tokens in the narrowest type that the vocabulary fits.
-
-    bytes 0-7     "SHARDTOK"
-    bytes 8-11    version of the format, 1
-    bytes 12-15   bytes per token: 1, 2 or 4 (vocabulary up to 256, up to 65,536, or more)
-    bytes 16-23   vocabulary size: all ids are below it
-    bytes 24-31   number of tokens
-
-Headerless files of 16- or 32-bit ids, which other trainers write, need their type in the path:
-`data.path = "train.bin:uint16"`. The file itself does not identify it, and a wrong guess would train on noise.
+this format: a header of 32 bytes, then little-endian tokens in the narrowest type that the vocabulary fits. The fields
+of the header are in docs/how-to/token-files.md. Headerless files of other trainers need their type in the path
+(`train.bin:uint16`): the file itself does not identify it, and a wrong guess would train on noise.
 
 Samples are windows of fixed length. With sequence length S, sample i is the tokens [i S, i S + S + 1). Its last token
 is the next sample's first, so every token of a file's windows except the first is a target exactly once. An incomplete
@@ -130,13 +123,11 @@ class TokenWindows(CountedSource):
     def __init__(self, files: Sequence[TokenFile], length: int):
         self.files, self.length = tuple(files), length
         self.vocab = max(file.vocab for file in self.files)
-        self._cumulative_sizes = list(accumulate(max(0, file.count - 1) // length for file in self.files))
-        self.count = self._cumulative_sizes[-1]
+        *self._offsets, self.count = accumulate((max(0, file.count - 1) // length for file in self.files), initial=0)
 
     def read_sample(self, index: int) -> np.ndarray:
-        file_index = bisect_right(self._cumulative_sizes, index)
-        file = self.files[file_index]
-        first = (index - (self._cumulative_sizes[file_index - 1] if file_index else 0)) * self.length
+        file_index = bisect_right(self._offsets, index) - 1
+        file, first = self.files[file_index], (index - self._offsets[file_index]) * self.length
         tokens = file.read(first, first + self.length + 1)
         # Ids can exceed the declared vocabulary (headerless files, bit flips). On a GPU, an id beyond the embedding's
         # rows fails with a device assertion that names neither file nor sample.

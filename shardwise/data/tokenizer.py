@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike
 
 from shardwise.data.token_file import write_data_file
 from shardwise.errors import DataError, shorten
-from shardwise.files import os_errors_as
+from shardwise.files import import_extra, os_errors_as
 
 MAX_VOCAB = 10**7  # as of model.vocab
 EOS_TOKEN = "<|end|>"
@@ -137,7 +137,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     """Returns the byte tokenizer for `bytes`, else loads the tokenizer at a path."""
     if name == "bytes":
         return ByteTokenizer()
-    tokenizers = _import_tokenizers()
+    tokenizers = import_extra("tokenizers", "bpe", "this tokenizer")
     path = _tokenizer_path(name)
     try:
         text = path.read_bytes().decode()
@@ -150,7 +150,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 def train_bpe(texts: Iterable[str], size: int) -> HuggingFaceTokenizer:
     """Trains a byte-level BPE of `size` ids, or fewer if the text has too few pairs. Training is deterministic."""
-    tokenizers = _import_tokenizers()
+    tokenizers = import_extra("tokenizers", "bpe", "this tokenizer")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -176,11 +176,3 @@ def _tokenizer_path(name: str) -> Path:
     if not path.is_file():
         raise DataError(f"data.tokenizer = {name!r} is not a file; use bytes, bpe:SIZE or a path of a tokenizer.json.")
     return path
-
-
-def _import_tokenizers() -> Any:
-    try:
-        import tokenizers
-    except ImportError:
-        raise DataError("this tokenizer needs the tokenizers package; `pip install shardwise[bpe]`.") from None
-    return tokenizers

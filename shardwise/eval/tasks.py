@@ -17,7 +17,7 @@ from typing import Any
 
 from shardwise.comm.world import run_world
 from shardwise.data.input_files import DataRecord
-from shardwise.data.text import find_files, read_chunks
+from shardwise.data.text import find_files, read_chunks, source_by_name
 from shardwise.errors import DataError, JobError, shorten
 from shardwise.eval.language_model import LanguageModel, load_eval_job
 from shardwise.files import parse_record
@@ -34,8 +34,8 @@ Request = namedtuple("Request", "args")  # what lm-eval passes to a model
 
 def file_perplexity(model: Any, path: str, field: str = "text") -> dict[str, float]:
     """Returns the perplexity per token and per byte of a text or JSONL file, a folder or a glob."""
-    source: Any = "jsonl" if path.endswith((".jsonl", ".ndjson")) else "text"
-    data = DataConfig(source=source, path=path, text_field=field)
+    source, path = source_by_name(path)
+    data = DataConfig(source=source, path=path, text_field=field)  # type: ignore[arg-type]
     texts, parts = list[str](), list[str]()
     for chunk in read_chunks(data, DataRecord().take(find_files(source, path))):
         parts.append(chunk.text)

@@ -26,7 +26,7 @@ from shardwise.data.chat import read_conversations
 from shardwise.data.input_files import BadRecords, DataRecord
 from shardwise.data.make_sources import make_sources
 from shardwise.data.sample_stream import job_stream
-from shardwise.data.text import find_files, read_chunks
+from shardwise.data.text import TEXT_SOURCES, find_files, read_chunks, source_by_name
 from shardwise.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from shardwise.errors import DataError, JobError
 from shardwise.files import parse_json, write_text
@@ -54,12 +54,11 @@ def text_passages(job: Job, path: str = "") -> Iterator[str]:
         return
     for name in [path] if path else list(data.mix) or [data.path]:
         source = data.source
-        if path or data.mix:
-            is_jsonl = name.endswith((".jsonl", ".ndjson")) or (source == "jsonl" and Path(name).is_dir())
-            source = "stdlib" if name == "stdlib" else "jsonl" if is_jsonl else "text"
+        if data.mix or (path and not Path(name).is_dir()):
+            source, name = source_by_name(name)  # type: ignore[assignment]
         part = data.model_copy(update={"source": source, "path": name})
         for chunk in read_chunks(part, DataRecord().take(find_files(source, name))):
-            size = len(chunk.text) if source == "jsonl" else PASSAGE_BYTES
+            size = PASSAGE_BYTES if source in ("text", "stdlib") else len(chunk.text)
             yield from (chunk.text[at : at + size] for at in range(0, len(chunk.text), size))
 
 
@@ -128,7 +127,7 @@ def _histogram(values: Any, edges: list[float]) -> dict[str, Any]:
 
 def profile_data(job: Job, tokenizer: Tokenizer | None, path: str = "", like: Columns | None = None) -> Columns:
     """Returns the columns of the job's data, or of a file of the same kind, in the bins of `like` if given."""
-    is_text = job.model.sample_kind == "tokens" and job.data.source in ("stdlib", "text", "jsonl", "chat", "mix")
+    is_text = job.model.sample_kind == "tokens" and job.data.source in (*TEXT_SOURCES, "chat", "mix")
     if is_text and tokenizer is not None:
         return profile_text(thin(text_passages(job, path)), tokenizer, like)
     return profile_samples(job, path, like)

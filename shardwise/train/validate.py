@@ -26,7 +26,7 @@ def open_validation_sets(job: Job, tokenizer: Path | None) -> dict[str, Source]:
     sources = {}
     for name, one in job.validation.sets.items():
         files = {"source": one.source, "path": one.path} if one.source else {"source": "mix", "mix": {one.path: 1.0}}
-        data = job.data.model_copy(update={"path": "", "mix": {}, "validation_fraction": 0.0} | files)
+        data = job.data.model_copy(update={"path": "", "mix": {}, "validation_fraction": 0.0, "augment": ()} | files)
         try:
             sources[name] = make_sources(job.model_copy(update={"data": data}), own_tokenizer=tokenizer)[0]
         except DataError as error:

@@ -1,0 +1,45 @@
+"""Writes a commented job for a task (`shardwise init`), by options or by four questions. What it writes is checked."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.console import fill_in
+from shardwise.data.text import source_by_name, walk_files
+from shardwise.errors import JobError, suggest
+from shardwise.files import parse_toml, require_parent_folder, write_text
+from shardwise.job import make_job
+from shardwise.object_store import parse_url
+
+TEMPLATES = Path(__file__).parent / "templates"
+
+
+def write_job(out: Path, given: Mapping[str, str | None], ask: Any) -> Iterator[str]:
+    """Writes the job file `out`; yields what to tell. `ask(question, default)` answers, unless nobody is there."""
+    tasks = parse_toml((TEMPLATES / "init.toml").read_text(encoding="utf-8"))
+    questions, answers = tasks.pop("any"), dict[str, str]()
+    require_parent_folder(out)
+    if out.exists():
+        raise JobError(f"{out} exists; name another file: shardwise init other.toml.")
+    for key in ("task", "data", "model", "devices"):
+        question, *default = (questions | tasks.get(answers.get("task", ""), {}))[key]
+        asked = ask(question, *default or [None]) if given[key] is None and ask else given[key]
+        answers[key] = answer = "".join(default) if asked is None else str(asked)
+        if key == "task" and answer not in tasks:
+            raise JobError(f"--task {answer} is unknown; {suggest(answer, tasks)}")
+        if (not answer and not default) or (key == "devices" and not answer.isdecimal()):
+            raise JobError(f"--{key} needs a {'number' if default else 'value'}. {question}.")
+    data, start = Path(answers["data"] or "-").expanduser(), Path(answers["model"].partition("@")[0]).expanduser()
+    if answers["task"] in ("continue", "tune") and not start.is_dir() and not parse_url(answers["model"]):
+        raise JobError(f"--model {answers['model']}: no such folder; it needs a Hugging Face folder or a run.")
+    classes = data / "train" if (data / "train").is_dir() else data
+    found = {
+        "source": answers["data"] and source_by_name(str(next(walk_files(data), answers["data"])))[0],
+        "classes": (sum(one.is_dir() for one in classes.iterdir()) if classes.is_dir() else 0) or 10,
+        "is_run": (start / "job.toml").is_file(),
+    }
+    text = fill_in(TEMPLATES / f"init-{answers['task']}.toml", {"out": str(out), **answers, **found})
+    make_job(parse_toml(text), str(out))
+    write_text(out, text + "\n")
+    yield f"{out}: {tasks[answers['task']]['about']}; every key has a comment"
+    yield f"next: shardwise plan {out}, then shardwise train {out}"
