@@ -32,7 +32,9 @@ function tilesOf(run) {
 function showHeader(title, parts) {
   document.getElementById("name").textContent = title;
   document.getElementById("status").replaceChildren(...parts);
-  document.getElementById("back").hidden = !/^\/(run|compare)\b/.test(location.pathname) || !document.documentElement.dataset.live;
+  const back = document.getElementById("back");
+  back.hidden = !/^\/(run|compare)\b/.test(location.pathname) || !document.documentElement.dataset.live;
+  if (!back.hidden) back.setAttribute("href", "/");
 }
 
 function showSegments(run) {
