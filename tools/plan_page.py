@@ -24,8 +24,10 @@ from shardwise.planner.estimate import Prediction
 from shardwise.planner.plan import ACCURACY_SENTENCE, Plan, make_estimator, plan_job, time_breakdown
 from shardwise.planner.show import MEMORY_PARTS, format_exposed, title, training_summary
 from shardwise.schedules.simulate import TimelineEvent, named_program, simulate
+from shardwise.watch.report_page import ASSETS
 
 TEMPLATE = Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
+STYLE = (ASSETS / "page.css").read_text(encoding="utf-8")  # one look with the pages of runs
 PAGE_WIDTH = 1120  # pixels of every drawing
 LABEL_WIDTH = 96  # pixels left of a bar
 MAX_ROWS = 16  # ranks in a drawing
@@ -52,7 +54,7 @@ def plan_page(plan: Plan) -> str:
         "layouts_table": _layouts_table(plan), "time_bars": "\n".join(_time_bars(plan)),
         "memory_bars": "\n".join(_memory_bars(plan)), "timeline": "\n".join(_pipeline_section(plan)),
         "near_misses": _bullet_list(plan.near_misses or ("No search: only this layout was predicted.",)),
-        "assumptions": _bullet_list(_assumptions(plan)),
+        "assumptions": _bullet_list(_assumptions(plan)), "style": STYLE,
     }  # fmt: skip
     return TEMPLATE.substitute({name: escape(text) for name, text in texts.items()}, **blocks)
 
@@ -85,25 +87,29 @@ def _layouts_table(plan: Plan) -> str:
         row = ""
         for head, cell in zip(heads, cells, strict=True):
             text = f"<code>{escape(cell)}</code>" if head == "layout" else escape(cell)
-            row += f"<td{css_class(head)}>{text}</td>"
-        rows.append(f"<tr{'' if number else best_row}>{row}</tr>")
-    header = "".join(f"<th{css_class(head)}>{escape(head)}</th>" for head in heads)
-    return f"<table><thead><tr>{header}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+            row += f"<td role='cell' data-label='{escape(head)}'{css_class(head)}>{text}</td>"
+        rows.append(f"<tr role='row'{'' if number else best_row}>{row}</tr>")
+    header = "".join(f"<th scope='col' role='columnheader'{css_class(head)}>{escape(head)}</th>" for head in heads)
+    return (
+        f"<table class='cards plan' role='table'><thead role='rowgroup'><tr role='row'>{header}</tr></thead>"
+        f"<tbody role='rowgroup'>{''.join(rows)}</tbody></table>"
+    )
 
 
 def _legend(colours: dict[str, str]) -> str:
-    keys = [f"<i style='background:{colour}'></i>{escape(name)}" for name, colour in colours.items()]
-    return f"<p class='key'>{''.join(keys)}</p>"
+    keys = [f"<li><i style='background:{colour}'></i>{escape(name)}</li>" for name, colour in colours.items()]
+    return f"<ul class='key'>{''.join(keys)}</ul>"
 
 
 def _svg(height: float, shapes: Iterable[str], label: str) -> str:
     box = f"viewBox='0 0 {PAGE_WIDTH} {height:.0f}' role='img' aria-label='{escape(label)}'"
-    return f"<svg xmlns='http://www.w3.org/2000/svg' {box}>{''.join(shapes)}</svg>"
+    drawing = f"<svg xmlns='http://www.w3.org/2000/svg' {box}>{''.join(shapes)}</svg>"
+    return f"<div class='scroll' tabindex='0' role='region' aria-label='{escape(label)}, drawn'>{drawing}</div>"
 
 
 def _rect(x: float, y: float, width: float, height: float, colour: str, note: str) -> str:
     place = f"x='{x:.1f}' y='{y:.1f}' width='{max(width, 0.1):.1f}' height='{height}'"
-    return f"<rect {place} fill='{colour}' stroke='#fff' stroke-width='0.6'><title>{escape(note)}</title></rect>"
+    return f"<rect {place} fill='{colour}' stroke-width='0.6'><title>{escape(note)}</title></rect>"
 
 
 def _bar(y: float, name: str, values: dict[str, float], fill: dict[str, str], scale: float, unit: str) -> Iterator[str]:
@@ -140,7 +146,7 @@ def _memory_bars(plan: Plan) -> Iterator[str]:
     for row, rank in enumerate(shown):
         gib = {part: size / GIB for part, size in memories[rank]._asdict().items()}
         shapes += _bar(20 + 26 * row, f"rank {rank}", gib, MEMORY_COLOURS, scale, "GiB")
-    shapes.append(f"<line x1='{edge:.1f}' y1='16' x2='{edge:.1f}' y2='{bottom}' stroke='#c0392b' stroke-width='2'/>")
+    shapes.append(f"<line x1='{edge:.1f}' y1='16' x2='{edge:.1f}' y2='{bottom}' class='limit'/>")
     yield _legend(MEMORY_COLOURS)
     yield _svg(bottom + 4, shapes, "memory by pipeline rank")
     if len(shown) < len(memories):
@@ -219,7 +225,7 @@ def _action_rect(event: TimelineEvent, x: float, y: float, width: float, later: 
     if later:
         yield f"<rect x='{x:.1f}' y='{y:.1f}' width='{max(width, 0.1):.1f}' height='4' fill='#1f2933' opacity='0.45'/>"
     if width >= 7 * len(number) + 3:
-        yield svg_text(x + width / 2, y + 16, number, "middle", "style='font-size:11px'")
+        yield svg_text(x + width / 2, y + 16, number, "middle", "class='on-colour' style='font-size:11px'")
 
 
 def _assumptions(plan: Plan) -> Iterator[str]:

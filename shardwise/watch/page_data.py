@@ -27,7 +27,7 @@ MAX_EVENTS = 400
 CURVES = ("grad_norm", "lr", "tokens_per_s", "mfu", "memory_gib", "loss_scale", "gradient_compression_ratio",
          "expert_imbalance", "expert_drop_fraction")  # fmt: skip
 HEADERS = (
-    "run", "status", "layout", "steps", "samples", "loss", "validation loss", "step time", "throughput", "goodput",
+    "run", "status", "layout", "steps", "samples", "loss", "validation loss", "mean step time", "throughput", "goodput",
 )  # fmt: skip
 # The other axes use several kinds.
 COLLECTIVES = {"replicate": "all-reduce", "world": "all-reduce", "expert": "all-to-all"}
@@ -305,12 +305,12 @@ def compare(paths: list[Path], known: list[RunData] | None = None) -> dict[str, 
 def _compared_row(run: RunData) -> list[str]:
     loss, validations = recent_median(run.column("loss"), 10), run.events_of_kind("validation")
     validation_loss = validations[-1].get("loss") if validations else None
-    speed = recent_median(run.column("tokens_per_s"))
+    values = figures(run.segment(-1))
+    step, units = values["step_seconds"] or np.nan, values["units"] or np.nan
     return [
         run.status, str(run.plan.get("layout", "")), str(len(run.steps)), str(run.last_record.get("samples", 0)),
         _format_number(loss, ".4f"), _format_number(validation_loss, ".4f"),
-        format_seconds(recent_median(run.column("seconds"))) if run.steps else "",
-        f"{_format_number(speed, ',.0f')} {run.unit}/s" if run.steps else "",
+        format_seconds(step) if run.steps else "", f"{units / step:,.0f} {run.unit}/s" if run.steps else "",
         f"{100 * goodput(run).share:.0f}%",
     ]  # fmt: skip
 

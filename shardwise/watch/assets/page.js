@@ -10,9 +10,8 @@ const redraw = () => {
 };
 
 readView();
-const unitOfPage = isList ? "" : isComparison ? latest.runs[0].unit || "tokens" : latest.unit;
-const axes = AXES(unitOfPage).filter(([axis]) => axis === "step" || isComparison || (latest.series.hours.every(isNumber) && latest.series.hours.length));
-const controls = isList ? null : toolbar(isComparison ? [...axes.slice(1), axes[0]] : axes, () => show(latest));
+const axes = isList ? [] : AXES((isComparison ? latest.runs[0].unit : latest.unit) || "tokens");
+const controls = isList ? null : toolbar(isComparison ? [...axes.slice(1), axes[0]] : axes, () => show(latest));  // runs may differ in their batch
 show(latest);
 
 addEventListener("hashchange", () => { readView(); if (controls) toolbar(controls.axes, () => show(latest)); show(latest); for (const { plot } of plots.values()) showZoom(plot); });

@@ -6,7 +6,7 @@ const COLUMNS = [
 const rowNodes = new Map(), ticked = new Set();
 
 function sparkline(values) {
-  if (!values || values.length < 2) return el("span", {});
+  if (!values || values.length < 2) return null;
   const low = Math.min(...values), span = Math.max(...values) - low || 1;
   const points = values.map((value, n) => `${(96 * n / (values.length - 1) + 2).toFixed(1)},${(22 - 20 * (value - low) / span).toFixed(1)}`).join(" ");
   return svg("svg", { viewBox: "0 0 100 24", width: "100", height: "24", class: "spark", role: "img", "aria-label": `loss from ${formatNumber(values[0])} to ${formatNumber(values[values.length - 1])}` }, svg("polyline", { points }));
@@ -16,16 +16,19 @@ function listRow(run) {
   const known = rowNodes.get(run.name), text = JSON.stringify(run);
   if (known && known.text === text) return known;
   const share = run.steps ? Math.min(1, run.step / run.steps) : 0;
-  const cell = (label, kind, ...children) => el("td", { role: "cell", "data-label": label, class: kind }, ...children);
+  const cell = (label, kind, ...children) => {
+    const content = el("div", {}, ...children);
+    return el("td", { role: "cell", "data-label": label, class: kind }, content.childNodes.length ? content : null);
+  };
   const isKnown = ["finished", "stopped", "running", "not finished", "not read yet"].includes(run.status);
   const tick = el("input", { type: "checkbox", "aria-label": `compare ${run.name}`, change: () => { ticked[tick.checked ? "add" : "delete"](run.name); showTicked(); } });
   tick.checked = ticked.has(run.name);
   const node = el("tr", { role: "row" },
     cell("", "tick", tick), cell("", "text name", el("a", { href: `/run/${encodeURIComponent(run.name)}` }, run.name)),
-    cell("status", "text", isKnown ? badge(run.status) : [badge("unreadable", "failed"), " ", el("span", { class: "small" }, run.status)]),
-    cell("started", "text", formatDate(run.begin)), cell("duration", "", formatDuration(run.seconds)),
+    cell("status", "text status", isKnown ? badge(run.status) : [badge("unreadable", "failed"), " ", el("span", { class: "small" }, run.status)]),
+    cell("started", "text date", formatDate(run.begin)), cell("duration", "", formatDuration(run.seconds)),
     cell("step", "", run.steps ? [`${formatNumber(run.step)} of ${formatNumber(run.steps)}`, el("span", { class: "progress" }, el("i", { style: `width:${100 * share}%` }))] : ""),
-    cell("loss", "", formatLoss(run.loss)), cell("curve", "", sparkline(run.curve)), cell("layout", "text", el("code", {}, run.layout || "")),
+    cell("loss", "", formatLoss(run.loss)), cell("curve", "", sparkline(run.curve)), cell("layout", "text", run.layout ? el("code", {}, run.layout) : null),
     cell("tags", "text", (run.tags || []).map((tag) => badge(tag, "tag")), run.notes ? el("span", { class: "small note-line", title: run.notes }, run.notes.split("\n")[0].slice(0, 80)) : null));
   const entry = { run, text, node, words: [run.name, run.status, run.layout, ...(run.tags || []), run.notes].join(" ").toLowerCase() };
   rowNodes.set(run.name, entry);
