@@ -112,13 +112,18 @@ def _rect(x: float, y: float, width: float, height: float, colour: str, note: st
     return f"<rect {place} fill='{colour}' stroke-width='0.6'><title>{escape(note)}</title></rect>"
 
 
-def _bar(y: float, name: str, values: dict[str, float], fill: dict[str, str], scale: float, unit: str) -> Iterator[str]:
-    yield svg_text(LABEL_WIDTH - 8, y + 15, name, "end")
-    x = float(LABEL_WIDTH)
-    for part, value in values.items():
-        yield _rect(x, y, value * scale, 20, fill[part], f"{part}: {value:.3g} {unit}")
-        x += value * scale
-    yield svg_text(PAGE_WIDTH - 4, y + 15, f"{sum(values.values()):.3g}", "end")
+def _bars(rows: dict[str, dict[str, float]], fill: dict[str, str], most: float, unit: str, limit: float = 0) -> str:
+    """Returns a bar for each row, with its name and its sum; `most` is the full width, `limit` is marked."""
+    found = []
+    for name, values in rows.items():
+        note = ", ".join(f"{part} {value:.3g} {unit}" for part, value in values.items())
+        parts = "".join(
+            f"<i style='width:{100 * v / most:.2f}%;background:{fill[part]}'></i>" for part, v in values.items()
+        )
+        mark = f"<u style='left:calc({100 * limit / most:.2f}% - 2px)'></u>" if limit else ""
+        bar = f"<span class='bar' role='img' title='{escape(note)}' aria-label='{escape(note)}'>{parts}{mark}</span>"
+        found.append(f"<span>{escape(name)}</span>{bar}<span>{sum(values.values()):.3g} {unit}</span>")
+    return f"<div class='bars'>{''.join(found)}</div>"
 
 
 def _time_bars(plan: Plan) -> Iterator[str]:
@@ -129,10 +134,9 @@ def _time_bars(plan: Plan) -> Iterator[str]:
     names = list(dict.fromkeys(visible))
     colours = dict(zip(names, TIME_COLOURS, strict=False))
     breakdowns = [{name: parts[name] for name in names if name in parts} for parts in breakdowns]
-    scale = (PAGE_WIDTH - LABEL_WIDTH - 60) / max(sum(parts.values()) for parts in breakdowns)
     yield _legend(colours)
-    bars = (_bar(26 * n, f"# {n + 1}", parts, colours, scale, "s") for n, parts in enumerate(breakdowns))
-    yield _svg(26 * len(breakdowns) + 4, (shape for bar in bars for shape in bar), "seconds of a step by cause")
+    rows = {f"# {n + 1}": parts for n, parts in enumerate(breakdowns)}
+    yield _bars(rows, colours, max(sum(parts.values()) for parts in breakdowns), "s")
 
 
 def _memory_bars(plan: Plan) -> Iterator[str]:
@@ -140,15 +144,10 @@ def _memory_bars(plan: Plan) -> Iterator[str]:
     limit, memories = plan.cluster.device.memory / GIB, plan.best.memory
     hidden = range(MAX_ROWS // 2, len(memories) - MAX_ROWS // 2) if len(memories) > MAX_ROWS else ()
     shown = [rank for rank in range(len(memories)) if rank not in hidden]
-    scale = (PAGE_WIDTH - LABEL_WIDTH - 60) / max(limit, *(memory.total / GIB for memory in memories))
-    edge, bottom = LABEL_WIDTH + limit * scale, 20 + 26 * len(shown)
-    shapes = [svg_text(edge, 12, f"limit {limit:.3g}", "end" if edge > PAGE_WIDTH / 2 else "start")]
-    for row, rank in enumerate(shown):
-        gib = {part: size / GIB for part, size in memories[rank]._asdict().items()}
-        shapes += _bar(20 + 26 * row, f"rank {rank}", gib, MEMORY_COLOURS, scale, "GiB")
-    shapes.append(f"<line x1='{edge:.1f}' y1='16' x2='{edge:.1f}' y2='{bottom}' class='limit'/>")
-    yield _legend(MEMORY_COLOURS)
-    yield _svg(bottom + 4, shapes, "memory by pipeline rank")
+    most = max(limit, *(memory.total / GIB for memory in memories))
+    rows = {f"rank {n}": {part: size / GIB for part, size in memories[n]._asdict().items()} for n in shown}
+    yield _legend(MEMORY_COLOURS | {f"limit: {limit:.3g} GiB": "var(--mark)"})
+    yield _bars(rows, MEMORY_COLOURS, most, "GiB", limit)
     if len(shown) < len(memories):
         yield f"<p class='dim'>{len(shown)} of {len(memories)} pipeline ranks shown: the first and the last.</p>"
 
