@@ -137,7 +137,6 @@ function panBy(share) {
 }
 
 function startPan(u, event) {
-  event.preventDefault();
   let x = event.clientX;
   const move = (next) => { panBy((x - next.clientX) / u.over.clientWidth); x = next.clientX; };
   addEventListener("mousemove", move);

@@ -55,7 +55,7 @@ function table(heads, rows, { slow, text, cards } = {}) {
     el("tbody", { role: "rowgroup" }, rows.map((row) => el("tr", { role: "row", class: slow && slow(row) ? "slow" : "" }, row.map((cell, n) => el("td", { role: "cell", "data-label": heads[n], ...align(n) }, cell instanceof Node ? cell : formatNumber(cell)))))));
 }
 
-const scrolled = (label, ...children) => el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, ...children);
+const scrolled = (label, ...children) => el("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": label }, ...children);
 const badge = (text, kind) => el("span", { class: `badge ${kind || String(text).replace(/\W+/g, "-")}` }, text);
 const dim = (text) => el("p", { class: "dim" }, text);
 

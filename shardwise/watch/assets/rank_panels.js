@@ -126,7 +126,7 @@ function drawMesh(parent, run) {
       }
     }
   }
-  parent.append(el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "device mesh" }, drawing));
+  parent.append(el("div", { class: "scroll", tabindex: "0", role: "group", "aria-label": "device mesh" }, drawing));
   const communication = { pipeline: "stages, left to right; send/recv of activations and their gradients", replicate: "replicas, top to bottom; all-reduce of gradients", shard: "FSDP/ZeRO shards, top to bottom; reduce-scatter of gradients, all-gather of weights", context: "within a box; exchange of keys and values", tensor: "within a box; all-gather and reduce-scatter of activations", expert: "all-to-all of tokens to and from experts", data: "token counts and compressed gradients", local_sgd: "averaging of replica weights", world: "gradient norm and stop flag" };
   const listed = [...m.axes.filter((axis) => axis[1] > 1), ...["expert", "data", "local_sgd", "world"].filter((name) => m.waits[name]).map((name) => [name, ""])];
   parent.append(table(["axis", "size", "wait, % of step", "communication"], listed.map(([name, n]) => [name, n, formatPercent(m.waits[name] || 0), communication[name]]), { text: 3, cards: true }));
