@@ -50,9 +50,12 @@ class Browser:
         self.session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for room in ("Page", "Runtime", "Log", "Network"):
             self.ask(f"{room}.enable")
+        self.scheme(dark)
+        self.size(width, height)
+
+    def scheme(self, dark: bool) -> None:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self.ask("Emulation.setEmulatedMedia", features=[scheme])
-        self.size(width, height)
 
     def size(self, width: int, height: int, scale: float = 1.0) -> None:
         metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False}
@@ -103,6 +106,18 @@ class Browser:
         found = self.ask("Runtime.evaluate", expression=text, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
+
+    def press(self, key: str, text: str = "") -> None:
+        for kind in ("keyDown", "keyUp"):
+            self.ask("Input.dispatchKeyEvent", type=kind, key=key, text=text or (key if len(key) == 1 else ""))
+
+    def drag(self, x: float, y: float, to: float, modifiers: int = 0) -> None:
+        """Moves the mouse from one place to another with its button down. Modifiers: 8 is Shift."""
+        steps = [("mouseMoved", x, "none"), ("mousePressed", x, "left"), ("mouseMoved", (x + to) / 2, "left"),
+                 ("mouseMoved", to, "left"), ("mouseReleased", to, "left")]  # fmt: skip
+        for kind, place, button in steps:
+            place = {"x": place, "y": y, "button": button, "buttons": int(button == "left"), "clickCount": 1}
+            self.ask("Input.dispatchMouseEvent", type=kind, modifiers=modifiers, **place)
 
     def wait(self, text: str, seconds: float = 60.0) -> Any:
         """Until a text of JavaScript is true."""

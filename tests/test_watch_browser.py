@@ -168,7 +168,14 @@ def test_a_long_run_and_runs_beside_each_other_are_drawn(tmp_path: Path) -> None
         assert browser.js("document.querySelectorAll('#heat tbody tr').length") == 100
         assert browser.js("document.querySelector('#heat tr.slow td').textContent") == "42"
         runs = [
-            {"name": name, "samples": [8, 16], "hours": [0.0, 0.1], "loss": [3, 2], "tokens_per_s": [1, 2]}
+            {
+                "name": name,
+                "step": [1, 2],
+                "samples": [8, 16],
+                "hours": [0.0, 0.1],
+                "loss": [3, 2],
+                "tokens_per_s": [1, 2],
+            }
             for name in "ab"
         ]
         given = {
@@ -179,6 +186,6 @@ def test_a_long_run_and_runs_beside_each_other_are_drawn(tmp_path: Path) -> None
         }
         (tmp_path / "both.html").write_text(render_page(given, "both"))
         browser.open(f"file://{tmp_path / 'both.html'}")
-        assert browser.js("document.querySelectorAll('canvas').length") == 3
+        assert browser.js("document.querySelectorAll('canvas').length") == 2
         assert browser.js("document.querySelectorAll('#jobs tbody tr').length") == 1
         assert browser.console == []

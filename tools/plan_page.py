@@ -24,8 +24,10 @@ from shardwise.planner.estimate import Prediction
 from shardwise.planner.plan import ACCURACY_SENTENCE, Plan, make_estimator, plan_job, time_breakdown
 from shardwise.planner.show import MEMORY_PARTS, format_exposed, title, training_summary
 from shardwise.schedules.simulate import TimelineEvent, named_program, simulate
+from shardwise.watch.report_page import ASSETS
 
 TEMPLATE = Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
+STYLE = (ASSETS / "page.css").read_text(encoding="utf-8")  # one look with the pages of runs
 PAGE_WIDTH = 1120  # pixels of every drawing
 LABEL_WIDTH = 96  # pixels left of a bar
 MAX_ROWS = 16  # ranks in a drawing
@@ -52,7 +54,7 @@ def plan_page(plan: Plan) -> str:
         "layouts_table": _layouts_table(plan), "time_bars": "\n".join(_time_bars(plan)),
         "memory_bars": "\n".join(_memory_bars(plan)), "timeline": "\n".join(_pipeline_section(plan)),
         "near_misses": _bullet_list(plan.near_misses or ("No search: only this layout was predicted.",)),
-        "assumptions": _bullet_list(_assumptions(plan)),
+        "assumptions": _bullet_list(_assumptions(plan)), "style": STYLE,
     }  # fmt: skip
     return TEMPLATE.substitute({name: escape(text) for name, text in texts.items()}, **blocks)
 
@@ -85,34 +87,43 @@ def _layouts_table(plan: Plan) -> str:
         row = ""
         for head, cell in zip(heads, cells, strict=True):
             text = f"<code>{escape(cell)}</code>" if head == "layout" else escape(cell)
-            row += f"<td{css_class(head)}>{text}</td>"
-        rows.append(f"<tr{'' if number else best_row}>{row}</tr>")
-    header = "".join(f"<th{css_class(head)}>{escape(head)}</th>" for head in heads)
-    return f"<table><thead><tr>{header}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+            row += f"<td role='cell' data-label='{escape(head)}'{css_class(head)}>{text}</td>"
+        rows.append(f"<tr role='row'{'' if number else best_row}>{row}</tr>")
+    header = "".join(f"<th scope='col' role='columnheader'{css_class(head)}>{escape(head)}</th>" for head in heads)
+    return (
+        f"<table class='cards plan' role='table'><thead role='rowgroup'><tr role='row'>{header}</tr></thead>"
+        f"<tbody role='rowgroup'>{''.join(rows)}</tbody></table>"
+    )
 
 
 def _legend(colours: dict[str, str]) -> str:
-    keys = [f"<i style='background:{colour}'></i>{escape(name)}" for name, colour in colours.items()]
-    return f"<p class='key'>{''.join(keys)}</p>"
+    keys = [f"<li><i style='background:{colour}'></i>{escape(name)}</li>" for name, colour in colours.items()]
+    return f"<ul class='key'>{''.join(keys)}</ul>"
 
 
 def _svg(height: float, shapes: Iterable[str], label: str) -> str:
     box = f"viewBox='0 0 {PAGE_WIDTH} {height:.0f}' role='img' aria-label='{escape(label)}'"
-    return f"<svg xmlns='http://www.w3.org/2000/svg' {box}>{''.join(shapes)}</svg>"
+    drawing = f"<svg xmlns='http://www.w3.org/2000/svg' {box}>{''.join(shapes)}</svg>"
+    return f"<div class='scroll' tabindex='0' role='region' aria-label='{escape(label)}, drawn'>{drawing}</div>"
 
 
 def _rect(x: float, y: float, width: float, height: float, colour: str, note: str) -> str:
     place = f"x='{x:.1f}' y='{y:.1f}' width='{max(width, 0.1):.1f}' height='{height}'"
-    return f"<rect {place} fill='{colour}' stroke='#fff' stroke-width='0.6'><title>{escape(note)}</title></rect>"
+    return f"<rect {place} fill='{colour}' stroke-width='0.6'><title>{escape(note)}</title></rect>"
 
 
-def _bar(y: float, name: str, values: dict[str, float], fill: dict[str, str], scale: float, unit: str) -> Iterator[str]:
-    yield svg_text(LABEL_WIDTH - 8, y + 15, name, "end")
-    x = float(LABEL_WIDTH)
-    for part, value in values.items():
-        yield _rect(x, y, value * scale, 20, fill[part], f"{part}: {value:.3g} {unit}")
-        x += value * scale
-    yield svg_text(PAGE_WIDTH - 4, y + 15, f"{sum(values.values()):.3g}", "end")
+def _bars(rows: dict[str, dict[str, float]], fill: dict[str, str], most: float, unit: str, limit: float = 0) -> str:
+    """Returns a bar for each row, with its name and its sum; `most` is the full width, `limit` is marked."""
+    found = []
+    for name, values in rows.items():
+        note = ", ".join(f"{part} {value:.3g} {unit}" for part, value in values.items())
+        parts = "".join(
+            f"<i style='width:{100 * v / most:.2f}%;background:{fill[part]}'></i>" for part, v in values.items()
+        )
+        mark = f"<u style='left:calc({100 * limit / most:.2f}% - 2px)'></u>" if limit else ""
+        bar = f"<span class='bar' role='img' title='{escape(note)}' aria-label='{escape(note)}'>{parts}{mark}</span>"
+        found.append(f"<span>{escape(name)}</span>{bar}<span>{sum(values.values()):.3g} {unit}</span>")
+    return f"<div class='bars'>{''.join(found)}</div>"
 
 
 def _time_bars(plan: Plan) -> Iterator[str]:
@@ -123,10 +134,9 @@ def _time_bars(plan: Plan) -> Iterator[str]:
     names = list(dict.fromkeys(visible))
     colours = dict(zip(names, TIME_COLOURS, strict=False))
     breakdowns = [{name: parts[name] for name in names if name in parts} for parts in breakdowns]
-    scale = (PAGE_WIDTH - LABEL_WIDTH - 60) / max(sum(parts.values()) for parts in breakdowns)
     yield _legend(colours)
-    bars = (_bar(26 * n, f"# {n + 1}", parts, colours, scale, "s") for n, parts in enumerate(breakdowns))
-    yield _svg(26 * len(breakdowns) + 4, (shape for bar in bars for shape in bar), "seconds of a step by cause")
+    rows = {f"# {n + 1}": parts for n, parts in enumerate(breakdowns)}
+    yield _bars(rows, colours, max(sum(parts.values()) for parts in breakdowns), "s")
 
 
 def _memory_bars(plan: Plan) -> Iterator[str]:
@@ -134,15 +144,10 @@ def _memory_bars(plan: Plan) -> Iterator[str]:
     limit, memories = plan.cluster.device.memory / GIB, plan.best.memory
     hidden = range(MAX_ROWS // 2, len(memories) - MAX_ROWS // 2) if len(memories) > MAX_ROWS else ()
     shown = [rank for rank in range(len(memories)) if rank not in hidden]
-    scale = (PAGE_WIDTH - LABEL_WIDTH - 60) / max(limit, *(memory.total / GIB for memory in memories))
-    edge, bottom = LABEL_WIDTH + limit * scale, 20 + 26 * len(shown)
-    shapes = [svg_text(edge, 12, f"limit {limit:.3g}", "end" if edge > PAGE_WIDTH / 2 else "start")]
-    for row, rank in enumerate(shown):
-        gib = {part: size / GIB for part, size in memories[rank]._asdict().items()}
-        shapes += _bar(20 + 26 * row, f"rank {rank}", gib, MEMORY_COLOURS, scale, "GiB")
-    shapes.append(f"<line x1='{edge:.1f}' y1='16' x2='{edge:.1f}' y2='{bottom}' stroke='#c0392b' stroke-width='2'/>")
-    yield _legend(MEMORY_COLOURS)
-    yield _svg(bottom + 4, shapes, "memory by pipeline rank")
+    most = max(limit, *(memory.total / GIB for memory in memories))
+    rows = {f"rank {n}": {part: size / GIB for part, size in memories[n]._asdict().items()} for n in shown}
+    yield _legend(MEMORY_COLOURS | {f"limit: {limit:.3g} GiB": "var(--mark)"})
+    yield _bars(rows, MEMORY_COLOURS, most, "GiB", limit)
     if len(shown) < len(memories):
         yield f"<p class='dim'>{len(shown)} of {len(memories)} pipeline ranks shown: the first and the last.</p>"
 
@@ -219,7 +224,7 @@ def _action_rect(event: TimelineEvent, x: float, y: float, width: float, later: 
     if later:
         yield f"<rect x='{x:.1f}' y='{y:.1f}' width='{max(width, 0.1):.1f}' height='4' fill='#1f2933' opacity='0.45'/>"
     if width >= 7 * len(number) + 3:
-        yield svg_text(x + width / 2, y + 16, number, "middle", "style='font-size:11px'")
+        yield svg_text(x + width / 2, y + 16, number, "middle", "class='on-colour' style='font-size:11px'")
 
 
 def _assumptions(plan: Plan) -> Iterator[str]:

@@ -122,7 +122,10 @@ class RunFolder:
         record.save(self.path / "data.json")
 
     def write_plan(self, plan: dict[str, Any]) -> None:
-        write_text(self.path / "plan.toml", tomli_w.dumps(plan))
+        """Writes plan.toml, and a copy that a resume keeps: the page compares each layout with its own plan."""
+        (self.path / "plans").mkdir(exist_ok=True)
+        for name in ("plan.toml", f"plans/{time.time():.0f}.toml"):
+            write_text(self.path / name, tomli_w.dumps(plan))
 
     def log_event(self, kind: str, message: str, **fields: Any) -> None:
         record = {"time": round(time.time(), 3), "event": kind, "message": message, **fields}

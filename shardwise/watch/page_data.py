@@ -20,13 +20,14 @@ from shardwise.metrics.trackers import flatten
 from shardwise.schedules.simulate import Action, Simulation, StageCosts, build_program, named_program, simulate
 from shardwise.watch.run_data import TIME_CATEGORIES, Goodput, RunData, bin_means, bin_starts, goodput, to_json_list
 
-MAX_POINTS, COMPARED_POINTS = 800, 400  # points of a curve
+MAX_POINTS, COMPARED_POINTS = 2000, 400  # points of a curve
+MAX_SEGMENTS = 8  # layouts of a run that the page can show
 HEATMAP_COLUMNS, HEATMAP_ROWS = 240, 128
 MAX_EVENTS = 400
 CURVES = ("grad_norm", "lr", "tokens_per_s", "mfu", "memory_gib", "loss_scale", "gradient_compression_ratio",
          "expert_imbalance", "expert_drop_fraction")  # fmt: skip
 HEADERS = (
-    "run", "status", "layout", "steps", "samples", "loss", "validation loss", "step time", "throughput", "goodput",
+    "run", "status", "layout", "steps", "samples", "loss", "validation loss", "mean step time", "throughput", "goodput",
 )  # fmt: skip
 # The other axes use several kinds.
 COLLECTIVES = {"replicate": "all-reduce", "world": "all-reduce", "expert": "all-to-all"}
@@ -40,16 +41,23 @@ def category_label(kind: str, name: str) -> str:
 
 
 def page_data(run: RunData) -> dict[str, Any]:
-    good, timeline = goodput(run), pipeline_data(run)
+    good, parts = goodput(run), list(enumerate(run.segments()))
+    segments = [{"before": before, **segment_data(run.segment(n), good)} for n, (before, *_) in parts[-MAX_SEGMENTS:]]
     return {
-        "name": run.name, "status": run.status, "created": time.time(), "unit": run.unit,
-        "layout": str(run.plan.get("layout", run.job.layout)), "world": run.world, "steps": run.job.total_steps,
-        "tiles": tiles(run, good), "series": series(run), "time_breakdown": time_breakdown(run),
-        "ranks": rank_breakdown(run), "heatmap": heatmap(run), "memory": memory_table(run),
-        "pipeline": timeline, "mesh": mesh_summary(run), "plan": plan_accuracy(run, timeline),
-        "events": run.events[-MAX_EVENTS:], "summary": summary_sentences(run, good), "job": run.job.to_toml(),
-        "goodput": {"wall_seconds": good.wall_seconds, "share": good.share, "lost_seconds": good.lost_seconds},
+        "name": run.name, "status": run.status, "created": time.time(), "unit": run.unit, "steps": run.job.total_steps,
+        **segments[-1], "segments": segments[:-1], "series": series(run), "notes": run.notes,
+        "events": run.events[-MAX_EVENTS:], "job": run.job.to_toml(), "goodput": vars(good),
         "experts": run.last_record.get("expert_load", []),
+    }  # fmt: skip
+
+
+def segment_data(run: RunData, good: Goodput) -> dict[str, Any]:
+    """Returns what the page shows of one layout of a run."""
+    return {
+        "layout": str(run.plan.get("layout", run.job.layout)), "world": run.world, "figures": figures(run),
+        "plan": plan_summary(run), "mesh": mesh_summary(run), "pipeline": pipeline_data(run),
+        "summary": summary_sentences(run, good), "time_breakdown": time_breakdown(run), "ranks": rank_breakdown(run),
+        "heatmap": heatmap(run), "memory": memory_table(run),
     }  # fmt: skip
 
 
@@ -59,47 +67,42 @@ def recent_median(values: np.ndarray, count: int = 50) -> float:
     return float(np.median(values)) if len(values) else float("nan")
 
 
-def tiles(run: RunData, good: Goodput) -> list[list[str]]:
-    """Returns the key figures at the top of the page, as (label, value)."""
-    if not run.steps:
-        return [["steps", "none yet"]]
-    done, total = run.steps[-1], run.job.total_steps
-    loss = run.last_record.get("loss", "unknown")
-    step = recent_median(run.column("seconds"))
-    figures = [["step", f"{done:,} of {total:,}"], ["loss", f"{loss:.4f}" if isinstance(loss, float) else str(loss)]]
-    speed = recent_median(run.column("tokens_per_s"))
-    figures += [["step time", format_seconds(step)], [f"{run.unit}/s", f"{speed:,.0f}"]]
-    share = time_shares(run)
-    if share:
-        busy = share["phase_seconds", "compute"] + share["phase_seconds", "optimizer"]
-        figures.append(["device busy", f"{100 * busy:.0f}%"])
-    mfu = recent_median(run.column("mfu"))
-    if np.isfinite(mfu):
-        figures.append(["MFU", f"{100 * mfu:.1f}%"])
-    figures.append(["goodput", f"{100 * good.share:.0f}%"])
-    figures.append(["peak memory", f"{max(run.memory.get('peak', [run.last_record.get('memory_gib', 0)])):.3g} GiB"])
-    if run.status not in ("finished", "stopped") and done < total:
-        figures.append(["time left", format_seconds((total - done) * step)])
-    return figures
+def step_seconds(run: RunData) -> float:
+    """Returns the mean step time, which is what the time categories add up to on the mean of the ranks."""
+    table = seconds_by_rank(run)
+    return float(table.sum(0).mean()) if table.size else recent_median(run.column("seconds"))
 
 
-def series(run: RunData) -> dict[str, Any]:
+def figures(run: RunData) -> dict[str, float | None]:
+    """Returns the key figures at the top of the page; None where one is not known."""
+    share, peak = time_shares(run), run.memory.get("peak") or run.column("memory_gib").tolist()[-1:]
+    busy = sum(share.get(("phase_seconds", name), np.nan) for name in ("compute", "optimizer"))
+    units = recent_median(run.column("tokens_per_s") * run.column("seconds"))  # tokens, images or samples of a step
+    values = {
+        "done": run.steps[-1] if run.steps else 0, "step_seconds": step_seconds(run), "units": units,
+        "busy": busy, "mfu": recent_median(run.column("mfu")), "peak_gib": max(peak, default=np.nan),
+    }  # fmt: skip
+    return dict(zip(values, to_json_list(np.array([*values.values()]), 9), strict=True))
+
+
+def series(run: RunData, max_points: int = MAX_POINTS) -> dict[str, Any]:
     """Returns curves over steps as bin means; the loss also has bin minima and maxima, so that no spike is lost."""
-    starts = bin_starts(len(run.steps), MAX_POINTS)
+    starts = bin_starts(len(run.steps), max_points)
     if not len(starts):
-        return {"step": []}
+        return dict.fromkeys(("step", "samples", "hours", "loss"), [])
     curves: dict[str, Any] = {"step": np.frombuffer(run.steps, dtype=np.int64)[starts].tolist()}
     loss = run.column("loss")
     curves["loss"] = to_json_list(bin_means(loss, starts))
     finite_loss = np.where(np.isfinite(loss), loss, np.nan)
     curves["loss_low"] = to_json_list(np.fmin.reduceat(finite_loss, starts))
     curves["loss_high"] = to_json_list(np.fmax.reduceat(finite_loss, starts))
+    hours = (run.column("time") - np.fmin.reduce(run.column("time"))) / 3600
+    curves |= {"samples": to_json_list(run.column("samples")[starts], 9), "hours": to_json_list(hours[starts], 7)}
     for name in CURVES:
         values = run.column(name)
         if np.isfinite(values).any():
             curves[name] = to_json_list(bin_means(values, starts))
-    curves["non_finite_losses"] = run.non_finite_losses[-50:]
-    return curves
+    return curves | {"non_finite_losses": run.non_finite_losses[-50:], "per_sample": run.job.model.sequence_length}
 
 
 def _stack_lines(run: RunData) -> np.ndarray:
@@ -169,61 +172,29 @@ def heatmap(run: RunData) -> dict[str, Any]:
 
 
 def memory_table(run: RunData) -> dict[str, Any]:
-    """Returns peak GiB per rank, by kind where it was counted, and the prediction of its pipeline rank."""
+    """Returns peak GiB per rank, by kind where it was counted, and the prediction of each pipeline rank."""
     prediction, layout = run.plan.get("predicted", {}), run.layout
-    predicted_gib, rows = prediction.get("memory_gib", []), []
-    for rank in bin_starts(len(run.memory.get("peak", [])), HEATMAP_ROWS).tolist():
-        known: dict[str, float] = {name: values[rank] for name, values in run.memory.items()}
-        other = max(0.0, known.pop("peak") - sum(known.values()))
-        row: dict[str, Any] = {"rank": rank, **known, "activations and other": other}
-        stage = rank // (layout.world // layout.pipeline if layout is not None else 1)
-        if stage < len(predicted_gib):
-            row["predicted"] = sum(value for key, value in predicted_gib[stage].items() if key != "pipeline_rank")
-        rows.append(row)
-    return {"limit": prediction.get("device_memory_gib"), "rows": rows}
+    stages = [sum(v for key, v in row.items() if key != "pipeline_rank") for row in prediction.get("memory_gib", [])]
+    per_stage = layout.world // layout.pipeline if layout is not None else 1
+    limit = prediction.get("device_memory_gib")
+    return {"limit": limit, "gib": run.memory, "predicted": stages, "ranks_per_stage": per_stage}
 
 
 def mesh_summary(run: RunData) -> dict[str, Any] | None:
-    """Returns the mesh axes, outermost first, the share of step time waited on each, and compute time by rank."""
+    """Returns the mesh axes, outermost first, and the share of step time waited on each."""
     layout = run.layout
     if layout is None:
         return None
-    waits = {name: share for (kind, name), share in time_shares(run).items() if kind == "wait_seconds"}
-    compute = seconds_by_rank(run)[TIME_CATEGORIES.index(("phase_seconds", "compute"))]
-    return {
-        "axes": [[axis, getattr(layout, axis)] for axis in AXES],
-        "waits": {axis: round(share, 4) for axis, share in waits.items() if share > 1e-4},
-        "compute": to_json_list(compute, 3), "stages": run.plan.get("stages", []),
-    }  # fmt: skip
+    shares = time_shares(run).items()
+    waits = {axis: round(share, 4) for (kind, axis), share in shares if kind == "wait_seconds" and share > 1e-4}
+    return {"axes": [[axis, getattr(layout, axis)] for axis in AXES], "waits": waits}
 
 
-def plan_accuracy(run: RunData, timeline: dict[str, Any] | None) -> dict[str, Any]:
-    """Returns a row per predicted quantity: predicted, measured, error; and the reasons for the chosen plan."""
-    prediction, rows = run.plan.get("predicted", {}), []
-
-    def add_row(label: str, predicted: float | None, measured: float | None, unit: str, scale: float = 1.0) -> None:
-        if predicted is not None and measured is not None and np.isfinite(measured):
-            error = f"{100 * (predicted / measured - 1):+.0f}%" if measured else ""
-            both = (f"{v * scale:,.0f}" if v > 1e3 else f"{v * scale:.3g} {unit}" for v in (predicted, measured))
-            rows.append([label, *both, error])
-
-    add_row("step time", prediction.get("step_seconds"), recent_median(run.column("seconds")), "s")
-    add_row(f"{run.unit}/s", prediction.get("tokens_per_s"), recent_median(run.column("tokens_per_s")), "")
-    peak = max(run.memory.get("peak", []), default=None)
-    add_row("peak memory per rank", prediction.get("peak_memory_gib"), peak, "GiB")
-    share = time_shares(run)
-    exposed = prediction.get("exposed_seconds", {})
-    step = statistics.mean(seconds_by_rank(run).sum(0)) if share else 0.0
-    for axis, seconds in exposed.items() if isinstance(exposed, dict) else ():
-        # The plan counts all data-parallel communication as "shard".
-        axes = ("shard", "replicate", "data") if axis == "shard" else (axis,)
-        measured = step * sum(share.get(("wait_seconds", name), 0.0) for name in axes)
-        if axis != "pipeline":
-            add_row(f"exposed communication ({'data parallel' if axis == 'shard' else axis})", seconds, measured, "s")
-    if timeline and "measured" in timeline:
-        predicted = timeline.get("predicted", {}).get("bubble")
-        add_row("pipeline bubble", predicted, timeline["measured"]["bubble"], "%", 100.0)
-    return {"reason": run.plan.get("reason", ""), "rows": rows, "rejected": run.plan.get("rejected", [])[:20]}
+def plan_summary(run: RunData) -> dict[str, Any]:
+    """Returns what the plan predicted, which the page compares with what was measured, and why it was chosen."""
+    keys = "step_seconds", "tokens_per_s", "peak_memory_gib", "exposed_seconds"
+    predicted = {key: run.plan.get("predicted", {}).get(key) for key in keys}
+    return {"reason": run.plan.get("reason", ""), "rejected": run.plan.get("rejected", [])[:20], "predicted": predicted}
 
 
 def rank_alerts(run: RunData) -> list[dict[str, Any]]:
@@ -239,17 +210,18 @@ def summary_sentences(run: RunData, good: Goodput) -> list[str]:
     """Returns the summary of a run: step time breakdown, alerts, slow axes and goodput, a sentence each."""
     if not run.steps:
         return ["No step has been measured yet."]
-    shares = sorted(time_shares(run).items(), key=lambda item: -item[1])
-    breakdown = ", ".join(f"{100 * share:.0f}% {category_label(*key)}" for key, share in shares if share >= 0.01)
-    step_time = format_seconds(recent_median(run.column("seconds")))
-    sentences = [f"A step takes {step_time}: {breakdown}."] if breakdown else []
+    shares, step = sorted(time_shares(run).items(), key=lambda item: -item[1]), step_seconds(run)
+    named = [(category_label(*key), share) for key, share in shares if share >= 0.01]
+    named.append(("everything else", 1.0 - sum(share for _, share in named)))
+    causes = [f"{format_seconds(share * step)} {name} ({100 * share:.0f}%)" for name, share in named if share >= 5e-4]
+    sentences = [f"A step takes {format_seconds(step)} on average: {', '.join(causes)}."] if shares else []
     sentences += [alert["message"][0].upper() + alert["message"][1:] for alert in rank_alerts(run)]
     for (kind, axis), share in shares:
         if share > rank_metrics.ALERT_SHARE and kind == "wait_seconds" and axis != "pipeline":
             sentences.append(f"Ranks spend {100 * share:.0f}% of each step waiting for collectives on the {axis} axis.")
     if good.wall_seconds:
-        causes = sorted(good.lost_seconds.items(), key=lambda item: -item[1])
-        lost = ", ".join(f"{cause} {format_seconds(seconds)}" for cause, seconds in causes) or "none"
+        by_cause = sorted(good.lost_seconds.items(), key=lambda item: -item[1])
+        lost = ", ".join(f"{cause} {format_seconds(seconds)}" for cause, seconds in by_cause) or "none"
         wall_time = format_seconds(good.wall_seconds)
         sentences.append(f"Goodput is {100 * good.share:.0f}% of {wall_time} wall time; lost time: {lost}.")
     return sentences
@@ -297,12 +269,12 @@ def _simulate_plan(plan: dict[str, Any], layout: Layout) -> Simulation:
 def _measured_steps(run: RunData, layout: Layout) -> dict[int, list[list[Any]]]:
     """Returns the recorded actions of all pipeline ranks by step, without steps that some rank did not record."""
     ranks_per_stage = layout.world // layout.pipeline
-    # Steps before the last resume may have run in another layout.
-    last_resume = max((event.get("step", 0) for event in run.events_of_kind("resumed")), default=0)
+    begin = run.starts[0].min() - 1.0 if run.starts else 0.0  # what was recorded before may be of another layout
     steps = {}
     for step, ranks in run.timelines().items():
         rows = {rank // ranks_per_stage: actions for rank, actions in ranks.items() if rank < layout.world}
-        if len(rows) == layout.pipeline and step > last_resume:
+        is_own = all(row and row[0][3] > begin for row in rows.values()) and step in run.steps
+        if len(rows) == layout.pipeline and is_own:
             steps[step] = [[rank, *action] for rank, actions in sorted(rows.items()) for action in actions]
     return steps
 
@@ -315,45 +287,36 @@ def _bubble(actions: Sequence[Sequence[Any]], ranks: int) -> float:
     return 1.0 - sum(action[5] - action[4] for action in actions) / ranks / _span(actions)
 
 
-def compare(paths: list[Path]) -> dict[str, Any]:
+def compare(paths: list[Path], known: list[RunData] | None = None) -> dict[str, Any]:
     """Returns the comparison as one JSON value, for the page and the terminal."""
     if len(paths) < 2:
         raise JobError("compare needs at least two run folders.")
-    runs = [RunData(path) for path in paths]
+    runs = known or [RunData(path) for path in paths]
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
         names = [str(path) for path in paths]
     rows = [[name, *_compared_row(run)] for name, run in zip(names, runs, strict=True)]
-    curves = [{"name": name, **_compared_curves(run)} for name, run in zip(names, runs, strict=True)]
+    curves = [
+        {"name": name, "unit": run.unit, **series(run, COMPARED_POINTS)} for name, run in zip(names, runs, strict=True)
+    ]
     return {"runs": curves, "headers": list(HEADERS), "rows": rows, "differences": differences(runs)}
 
 
 def _compared_row(run: RunData) -> list[str]:
     loss, validations = recent_median(run.column("loss"), 10), run.events_of_kind("validation")
     validation_loss = validations[-1].get("loss") if validations else None
-    speed = recent_median(run.column("tokens_per_s"))
+    values = figures(run.segment(-1))
+    step, units = values["step_seconds"] or np.nan, values["units"] or np.nan
     return [
         run.status, str(run.plan.get("layout", "")), str(len(run.steps)), str(run.last_record.get("samples", 0)),
         _format_number(loss, ".4f"), _format_number(validation_loss, ".4f"),
-        format_seconds(recent_median(run.column("seconds"))) if run.steps else "",
-        f"{_format_number(speed, ',.0f')} {run.unit}/s" if run.steps else "",
+        format_seconds(step) if run.steps else "", f"{units / step:,.0f} {run.unit}/s" if run.steps else "",
         f"{100 * goodput(run).share:.0f}%",
     ]  # fmt: skip
 
 
 def _format_number(value: Any, form: str) -> str:
     return format(value, form) if isinstance(value, int | float) and np.isfinite(value) else ""
-
-
-def _compared_curves(run: RunData) -> dict[str, Any]:
-    starts = bin_starts(len(run.steps), COMPARED_POINTS)
-    time = run.column("time")
-    return {
-        "samples": to_json_list(run.column("samples")[starts], 9),
-        "hours": to_json_list((time[starts] - time[:1]) / 3600, 7),
-        "loss": to_json_list(bin_means(run.column("loss"), starts)),
-        "tokens_per_s": to_json_list(bin_means(run.column("tokens_per_s"), starts)),
-    }
 
 
 def differences(runs: list[RunData]) -> list[list[str]]:

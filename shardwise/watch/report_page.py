@@ -1,9 +1,8 @@
 """What is written of a run: its page, a trace, and the step time breakdown at its end.
 
-The page of a run is one HTML document (`assets/page.html`) that contains its styles, scripts and data. uPlot
-(`assets/uPlot.LICENSE`) draws the curves, `assets/page.js` the rest. The data is embedded as escaped JSON, and the
-script inserts it as text, never as markup. The content security policy blocks every request but those to the page's own
-server.
+A page is one HTML document (`assets/page.html`) that contains its styles, scripts and data. uPlot (`assets/uPlot.LICENSE`)
+draws the curves. The data is embedded as escaped JSON, and the scripts insert it as text, never as markup. The content
+security policy blocks every request but those to the page's own server.
 
 The trace is for Perfetto or chrome://tracing, with all ranks on the clock of rank 0. Each rank has a row of steps and,
 below it, a row that breaks each step down by cause. The durations in the breakdown are measured; their order within a
@@ -16,7 +15,6 @@ from html import escape
 from pathlib import Path
 from string import Template
 from typing import Any
-from urllib.parse import quote
 
 import numpy as np
 
@@ -33,30 +31,18 @@ CONTENT_SECURITY_POLICY = (
 )
 
 
+SCRIPTS = "elements", "charts", "run_panels", "rank_panels", "run_page", "run_list", "page"  # in the order of loading
+
+
 def render_page(payload: dict[str, Any], title: str, live_url: str = "") -> str:
     """Returns the HTML document. A live page polls `live_url` for updates."""
     data = json.dumps(payload, allow_nan=False).replace("<", "\\u003c").replace("\u2028", "\\u2028")
-    return _fill_template(
-        "page.html", title=escape(title), data=data, live=f' data-live="{escape(live_url)}"' if live_url else "",
+    return Template(_read_asset("page.html")).substitute(
+        title=escape(title), data=data, live=f' data-live="{escape(live_url)}"' if live_url else "",
         plot_style=_read_asset("uPlot.min.css"), plot_script=_read_asset("uPlot.iife.min.js"),
-        script=_read_asset("page.js"),
+        script="\n".join(_read_asset(f"{name}.js") for name in SCRIPTS), style=_read_asset("page.css"),
+        policy=CONTENT_SECURITY_POLICY,
     )  # fmt: skip
-
-
-def render_run_list(runs: list[dict[str, Any]]) -> str:
-    columns = ("run", "status", "layout", "step", "loss")
-    header = "".join(f'<th scope="col">{column}</th>' for column in columns)
-    rows = ""
-    for run in runs:
-        cells = "".join(f"<td>{escape(str(run[column]))}</td>" for column in columns[1:])
-        rows += f'<tr><td><a href="/run/{quote(run["name"], safe="")}">{escape(run["name"])}</a></td>{cells}</tr>'
-    table = f"<table><thead><tr>{header}</tr></thead><tbody>{rows}</tbody></table>"
-    return _fill_template("run_list.html", table=table if runs else "<p>No runs yet.</p>")
-
-
-def _fill_template(name: str, **values: str) -> str:
-    template = Template(_read_asset(name))
-    return template.substitute(values, policy=CONTENT_SECURITY_POLICY, style=_read_asset("page.css"))
 
 
 def write_report(folder: Path) -> Path:
@@ -77,8 +63,8 @@ MAX_RANKS = 8  # with more ranks, the table shows the fastest, the median and th
 def print_end_of_run(folder: Path, say: Callable[[str], None]) -> None:
     """Prints the time table and the summary, and writes report.html. Never raises: the run itself has ended."""
     try:
-        run = RunData(folder)
-        for line in [*time_table(run), *summary_sentences(run, goodput(run))]:
+        run = RunData(folder).segment(-1)
+        for line in [*time_table(run), *summary_sentences(run, goodput(RunData(folder)))]:
             say(line)
         say(f"report: {write_report(folder)}")
     except Exception as error:  # noqa: BLE001
@@ -123,7 +109,7 @@ def write_trace(folder: Path, out: Path | None) -> tuple[Path, int]:
 
 
 def _trace_events(run: RunData) -> Iterator[dict[str, Any]]:
-    for rank in range(run.world):
+    for rank in range(max(starts.size for starts in run.starts)):
         yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
         for row, name in ((STEP_ROW, "steps"), (CATEGORY_ROW, "time breakdown"), (ACTION_ROW, "pipeline")):
             yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": row, "args": {"name": name}}

@@ -3,6 +3,7 @@
 Lines that are truncated, are not JSON or lack a field are ignored.
 """
 
+import copy
 import math
 import time
 from array import array
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from shardwise.errors import JobError, LayoutError, StoreError
-from shardwise.files import parse_record, parse_toml
+from shardwise.files import parse_json, parse_record, parse_toml
 from shardwise.job import load_job
 from shardwise.layout import Layout
 from shardwise.metrics.rank_metrics import MEMORY_KINDS, PHASES, SCALAR_METRICS, WAIT_AXES
@@ -97,14 +98,12 @@ class RunData:
         return None
 
     def _load_config(self) -> None:
-        """Loads job and plan, and reloads them when a resume has changed the files."""
-        files = [self.path / name for name in ("job.toml", "plan.toml")]
+        """Loads job, plan and notes, and reloads them when a resume, or the page, has changed the files."""
+        files = [self.path / name for name in ("job.toml", "plan.toml", "notes.json")]
         config_version = "-".join(str(file.stat().st_mtime_ns) for file in files if file.is_file())
         if config_version != self.config_version:
-            self.job, self.plan, self.config_version = load_job(files[0]), {}, config_version
-            with suppress(OSError, ValueError):
-                plan = parse_toml(files[1].read_text(encoding="utf-8")).items()
-                self.plan = {key: value for key, value in plan if isinstance(value, PLAN_TYPES.get(key, object))}
+            self.job, self.plan, self.config_version = load_job(files[0]), read_plan(files[1]), config_version
+            self.notes = parse_notes(files[2].read_bytes() if files[2].is_file() else b"")
 
     def read(self) -> None:
         if self._given != self.path and time.monotonic() > self._next_fetch:
@@ -141,23 +140,54 @@ class RunData:
         self.line_steps: list[tuple[int, int]] = []  # last step and number of steps of each line
         self.category_seconds: list[np.ndarray] = []  # by line: seconds per step (`TIME_CATEGORIES`, ranks)
         self.starts: list[np.ndarray] = []
-        self.memory: JsonObject = {}
+        self.line_memory: list[dict[str, np.ndarray]] = []  # by line: GiB of each rank, the peak and by kind
 
     def _add_rank_line(self, record: JsonObject) -> None:
         seconds = np.array(record["seconds"], dtype=np.float64)
         steps, category_seconds = int(record["steps"]), np.zeros((len(TIME_CATEGORIES), seconds.size))
-        if self.category_seconds and seconds.size != self.category_seconds[-1].shape[1]:
-            self._reset_ranks()  # the run was resumed with another world size
         self.world = seconds.size
         for index, (kind, name) in enumerate(TIME_CATEGORIES[:-1]):
             if name in record[kind]:
                 category_seconds[index] = record[kind][name]
         category_seconds[-1] = seconds - category_seconds.sum(0)
+        gib = {"peak": record["memory_gib"], **record["memory_by_kind_gib"]}
         self.line_steps.append((record["step"], steps))
         self.category_seconds.append(category_seconds / steps)
         self.starts.append(np.array(record["start"], dtype=np.float64))
-        peak, held = record["memory_gib"], record["memory_by_kind_gib"]
-        self.memory = {"peak": peak, **{name: held[name] for name in MEMORY_KINDS if name in held}}
+        self.line_memory.append({name: np.array(gib[name]) for name in ("peak", *MEMORY_KINDS) if name in gib})
+
+    @property
+    def memory(self) -> dict[str, list[float]]:
+        """The last known GiB of each rank: the peak, and by kind where it was counted."""
+        return {name: gib.tolist() for name, gib in self.line_memory[-1].items()} if self.line_memory else {}
+
+    def segments(self) -> list[tuple[int, str, float]]:
+        """Returns the parts of the run between changes of layout: the steps before it, its layout, when it began."""
+        parts: list[tuple[int, str, float]] = []
+        for event in self.events_of_kind("started", "resumed"):
+            before, layout = event.get("step"), event.get("layout")
+            if isinstance(before, int) and isinstance(layout, str):
+                parts = [part for part in parts if part[0] < before]  # the steps after are taken again
+                parts += [] if parts and parts[-1][1] == layout else [(before, layout, event["time"])]
+        return parts or [(0, str(self.plan.get("layout", self.job.layout)), 0.0)]
+
+    def segment(self, index: int) -> "RunData":
+        """Returns one of `segments` as a run of its own, with its own plan: the ranks of two layouts do not mix."""
+        parts, view = self.segments(), copy.copy(self)
+        index %= len(parts)
+        begin, end = parts[index][0], parts[index + 1][0] if index + 1 < len(parts) else math.inf
+        kept = [n for n, (step, _) in enumerate(self.line_steps) if begin < step <= end]
+        kept = [n for n in kept if self.starts[n].size == self.starts[kept[-1]].size]
+        for name in ("line_steps", "category_seconds", "starts", "line_memory"):
+            setattr(view, name, [getattr(self, name)[n] for n in kept])
+        if len(parts) > 1:
+            low, high = np.searchsorted(self.steps, [begin, end], side="right").tolist()
+            view.steps, view.columns = self.steps[low:high], {key: row[low:high] for key, row in self.columns.items()}
+        if index + 1 < len(parts):
+            plans = [file for file in (self.path / "plans").glob("*.toml") if file.stem <= f"{parts[index][2]:.0f}"]
+            view.plan = (read_plan(max(plans)) if plans else {}) or {"layout": parts[index][1]}
+        view.world = view.starts[-1].size if kept else int(view.plan.get("world", 0))
+        return view
 
     def line_bins(self, max_bins: int) -> np.ndarray:
         """Returns the first line of each of at most `max_bins` bins that span equal ranges of steps."""
@@ -196,6 +226,22 @@ class RunData:
         if last in END_EVENTS:
             return str(last)
         return "running" if is_running(self.path) else "not finished"
+
+
+def read_plan(path: Path) -> JsonObject:
+    """Returns the values of plan.toml that have the right type; {} without a valid one."""
+    with suppress(OSError, ValueError):
+        plan = parse_toml(path.read_text(encoding="utf-8")).items()
+        return {key: value for key, value in plan if isinstance(value, PLAN_TYPES.get(key, object))}
+    return {}
+
+
+def parse_notes(text: bytes) -> JsonObject:
+    """Returns what a person has written about a run; empty where the JSON is not what it should be."""
+    with suppress(ValueError, TypeError, LookupError, AttributeError):
+        given = parse_json(text)
+        return {"tags": [str(tag)[:40] for tag in given["tags"][:20]], "notes": str(given.get("notes", ""))[:20_000]}
+    return {"tags": [], "notes": ""}
 
 
 def is_running(path: Path) -> bool:

@@ -5,9 +5,12 @@ answers only requests whose Host header names a loopback address, which prevents
 """
 
 import json
+import math
+import re
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
@@ -15,36 +18,46 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, quote, unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 from shardwise.errors import JobError, UserError
-from shardwise.files import parse_record, parse_toml
+from shardwise.files import parse_record, parse_toml, write_text
 from shardwise.job import load_job
-from shardwise.watch.page_data import page_data
-from shardwise.watch.report_page import CONTENT_SECURITY_POLICY, render_page, render_run_list
-from shardwise.watch.run_data import END_EVENTS, RunData, is_running
+from shardwise.watch.page_data import compare, page_data
+from shardwise.watch.report_page import CONTENT_SECURITY_POLICY, render_page
+from shardwise.watch.run_data import END_EVENTS, RunData, is_running, parse_notes, to_float
 
-TAIL_BYTES = 1 << 16  # of a log; its last record is shorter
+TAIL_BYTES = 1 << 16  # of a log: its last record is shorter; notes are no longer either
+CURVE_POINTS = 40  # of the small curve in the list
 
 
-@lru_cache(maxsize=1 << 16)
+@lru_cache(maxsize=1 << 14)
 def _load(path: Path, time_ns: int, size: int) -> Any:
     """Returns what the list shows of a file; `time_ns` and `size` say which version of it."""
     if path.name == "job.toml":
         return load_job(path).total_steps
     if path.name == "plan.toml":  # the layout stands before the first table: tables are most of the file
         return str(parse_toml(path.read_text(encoding="utf-8").partition("\n[")[0]).get("layout", ""))
+    if path.name == "notes.json":
+        return parse_notes(path.read_bytes())
+    lines = []
     with path.open("rb") as file:
-        file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
-        records = (parse_record(line, str) for line in reversed(file.read().splitlines()))
-        return next((record for record in records if record is not None), {})
+        for place in range(0, size, size // CURVE_POINTS + 1):  # a curve needs no more than a few of the records
+            file.seek(place)
+            lines.append(file.readline() and file.readline() if place else file.readline())
+        file.seek(max(0, size - TAIL_BYTES))
+        lines += file.read().splitlines()[-2:]
+    records = [record for line in lines if (record := parse_record(line, str)) is not None] or [{}]
+    curve = {record.get("step", 0): to_float(record.get("loss")) for record in records}
+    return {"begin": records[0].get("time"), "curve": [loss for loss in curve.values() if math.isfinite(loss)],
+            **{key: records[-1].get(key) for key in ("step", "loss", "time", "event")}}  # fmt: skip
 
 
 def list_row(path: Path) -> dict[str, Any]:
     """Returns the columns of a run; an error of one run is its status and does not hide the others."""
     found: dict[str, Any] = {}
     errors = []
-    for name in ("job.toml", "plan.toml", "metrics.jsonl", "events.jsonl"):
+    for name in ("job.toml", "plan.toml", "metrics.jsonl", "events.jsonl", "notes.json"):
         try:
             stat = (path / name).stat()
             found[name] = _load(path / name, stat.st_mtime_ns, stat.st_size)
@@ -52,12 +65,16 @@ def list_row(path: Path) -> dict[str, Any]:
             continue
         except (OSError, ValueError, UserError) as error:
             errors.append(str(error))
-    metrics, status = found.get("metrics.jsonl", {}), found.get("events.jsonl", {}).get("event")
-    if status not in END_EVENTS:
-        status = "running" if is_running(path) else "not finished"
-    step = f"{metrics.get('step', 0)} of {found.get('job.toml', 0)}"
-    return {"status": " ".join(errors) or status, "layout": found.get("plan.toml", ""), "step": step,
-            "loss": metrics.get("loss", "")}  # fmt: skip
+    metrics, events = found.get("metrics.jsonl", {}), found.get("events.jsonl", {})
+    status = "running" if is_running(path) else "not finished"
+    status = events["event"] if events.get("event") in END_EVENTS else status
+    times = [time for log in (events, metrics) for time in (log.get("begin"), log.get("time")) if to_float(time) > 0]
+    return {
+        "status": " ".join(errors) or status, "layout": found.get("plan.toml", ""), "step": metrics.get("step") or 0,
+        "steps": found.get("job.toml", 0), "loss": metrics.get("loss"), "curve": metrics.get("curve", []),
+        "begin": min(times, default=None), "seconds": max(times) - min(times) if times else None,
+        **found.get("notes.json", {}),
+    }  # fmt: skip
 
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -69,41 +86,42 @@ class RunRegistry:
 
     def __init__(self, single_run: Path | None):
         self.single_run, self.runs_folder = single_run, Path("runs")
-        self._runs: dict[str, RunData] = {}
+        self._runs = {run.name: run for run in ([RunData(single_run)] if single_run is not None else [])}
         self._listed: set[str] = set()
         self._cache: dict[str, tuple[str, str]] = {}
         self._lock = threading.Lock()
-        if single_run is not None:
-            run = RunData(single_run)
-            self._runs[run.name] = run
-        elif not self.runs_folder.is_dir():
-            raise JobError(f"there is no folder {self.runs_folder}; pass a run folder: shardwise watch RUN.")
 
     def paths(self) -> dict[str, Path]:
         if self.single_run is not None:
             return {next(iter(self._runs)): self.single_run}
         return {path.parent.name: path.parent for path in sorted(self.runs_folder.glob("*/job.toml"))}
 
-    def run_state(self, name: str) -> tuple[str, str] | None:
-        """Returns the page data of a run as JSON, and its version; None if there is no such run. Cached per version."""
-        path = self.paths().get(name)
-        if path is None:
+    def page_state(self, page: str, names: list[str]) -> tuple[str, str] | None:
+        """Returns the data of a page as JSON, and its version; None if there is no such page. Cached per version."""
+        paths = self.paths()
+        if page == "list" and self.single_run is None:
+            text = json.dumps(self.list_runs())
+            return f'{{"list": {text}, "version": "{(version := str(zlib.crc32(text.encode())))}"}}', version
+        if not set(names) <= set(paths) or (page, len(names)) != ("run", 1) and (page != "compare" or len(names) < 2):
             return None
         with self._lock:
-            run = self._runs[name] = self._runs.get(name) or RunData(path)
-            run.read()
-            state = (*(log.offset for log in run.logs), run.status.replace(" ", "_"), run.config_version)
-            version = "-".join(map(str, state))
-            if name not in self._cache or self._cache[name][1] != version:
-                self._cache[name] = json.dumps(page_data(run) | {"version": version}, allow_nan=False), version
-            return self._cache[name]
+            for name in names:
+                self._runs[name] = self._runs.get(name) or RunData(paths[name])
+                self._runs[name].read()
+            runs = [self._runs[name] for name in names]
+            state = ((*(log.offset for log in run.logs), run.status, run.config_version) for run in runs)
+            version, key = "-".join(str(value).replace(" ", "_") for values in state for value in values), repr(names)
+            if key not in self._cache or self._cache[key][1] != version:
+                data = page_data(runs[0]) if page == "run" else compare([run.path for run in runs], runs)
+                self._cache[key] = json.dumps(data | {"version": version}, allow_nan=False), version
+            return self._cache[key]
 
     def list_runs(self) -> list[dict[str, Any]]:
         """Returns a row per run, in the order of their names; the newest runs are read first."""
         deadline, rows = time.monotonic() + LIST_SECONDS, []
         with self._lock:
             for name, path in reversed(self.paths().items()):
-                row = {"name": name, "status": "not read yet", "layout": "", "step": "", "loss": ""}
+                row: dict[str, Any] = {"name": name, "status": "not read yet"}
                 if name in self._listed or time.monotonic() < deadline:
                     self._listed.add(name)
                     row |= list_row(path)
@@ -117,34 +135,51 @@ def make_handler(registry: RunRegistry, bind_host: str) -> type[BaseHTTPRequestH
 
         def do_GET(self) -> None:  # noqa: N802 - the name http.server calls
             try:
-                self._route()
+                host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
+                if bind_host in LOOPBACK and host not in LOOPBACK:
+                    self._send(f"Host {host!r} is not a loopback name.", "text/plain", HTTPStatus.FORBIDDEN)
+                else:
+                    self._save_notes() if self.command == "POST" else self._route()
             except (BrokenPipeError, ConnectionResetError):
                 pass  # the client disconnected
             except Exception as error:  # noqa: BLE001 - one bad request must not end the server
                 self._send(str(error), "text/plain", HTTPStatus.INTERNAL_SERVER_ERROR)
 
-        do_HEAD = do_GET
+        do_HEAD = do_POST = do_GET
 
         def _route(self) -> None:
-            host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
-            if bind_host in LOOPBACK and host not in LOOPBACK:
-                return self._send(f"Host {host!r} is not a loopback name.", "text/plain", HTTPStatus.FORBIDDEN)
             url = urlsplit(self.path)
-            parts = [unquote(part) for part in url.path.split("/") if part]
-            if not parts and registry.single_run is None:
-                return self._send(render_run_list(registry.list_runs()), "text/html")
-            if not parts:
-                parts = ["run", next(iter(registry.paths()))]
-            state = registry.run_state(parts[1]) if len(parts) in (2, 3) and parts[0] == "run" else None
-            if state is None or parts[2:] not in ([], ["data"]):
+            query, parts = parse_qs(url.query), [unquote(part) for part in url.path.split("/") if part]
+            data_url = url.path.rstrip("/") + "/data" + (f"?{url.query}" if url.query else "")
+            if parts[:1] not in (["run"], ["compare"]):
+                run = registry.single_run and next(iter(registry.paths()))
+                parts = [*(["run", run] if run else ["list"]), *parts]
+            page, names, rest = parts[0], query.get("run", []), parts[1:]
+            if page == "run":
+                names, rest = parts[1:2], parts[2:]
+            state = registry.page_state(page, names)
+            if state is None or rest not in ([], ["data"]):
                 return self._send("Page not found.", "text/plain", HTTPStatus.NOT_FOUND)
             text, version = state
-            if parts[2:]:
-                if parse_qs(url.query).get("version") == [version]:
-                    return self._send("", "text/plain", HTTPStatus.NO_CONTENT)
-                return self._send(text, "application/json")
-            data_url = f"/run/{quote(parts[1], safe='')}/data"
-            return self._send(render_page(json.loads(text), parts[1], live_url=data_url), "text/html")
+            if not rest:
+                return self._send(render_page(json.loads(text), ", ".join(names) or "Runs", data_url), "text/html")
+            if query.get("version") == [version]:
+                return self._send("", "text/plain", HTTPStatus.NO_CONTENT)
+            return self._send(text, "application/json")
+
+        def _save_notes(self) -> None:
+            """Writes the tags and notes of a run. Only this server's own pages on this machine may: a page from
+            elsewhere cannot send JSON here without asking first, and its browser names the page's origin."""
+            name = re.fullmatch("/run/([^/]+)/notes", self.path)
+            path = registry.paths().get(unquote(name[1])) if name else None
+            is_own = self.headers.get("Origin") == f"http://{self.headers.get('Host')}" and bind_host in LOOPBACK
+            size = self.headers.get("Content-Length", "")
+            if not is_own or self.headers.get("Content-Type") != "application/json":
+                return self._send("Only the page on this machine may do this.", "text/plain", HTTPStatus.FORBIDDEN)
+            if path is None or not path.is_dir() or not size.isdigit() or int(size) > TAIL_BYTES:
+                return self._send("These notes cannot be kept.", "text/plain", HTTPStatus.BAD_REQUEST)
+            write_text(path / "notes.json", json.dumps(parse_notes(self.rfile.read(int(size)))))
+            return self._send("", "text/plain", HTTPStatus.NO_CONTENT)
 
         def _send(self, text: str, kind: str, status: HTTPStatus = HTTPStatus.OK) -> None:
             body = text.encode()
