@@ -9,11 +9,12 @@ import gc
 import statistics
 import tomllib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 import torch._functorch.config as functorch
@@ -28,12 +29,14 @@ from shardwise.comm.collectives import Axis, all_gather, ping_pong, reduce_scatt
 from shardwise.comm.world import run_world
 from shardwise.errors import JobError, suggest
 from shardwise.files import require_parent_folder
-from shardwise.job import DecoderConfig, make_job
+from shardwise.job import DecoderConfig, Job, make_job
+from shardwise.layout import Layout
 from shardwise.models.chain import init_weights
 from shardwise.models.gpt import DecoderBlock, build_gpt
 from shardwise.parallel.parallelize import ACTIVATION_MEMORY_BUDGET
 from shardwise.planner.costs.machine import BlockTimeModel, KernelProfile, Machine, ParallelDegrees, efficiency_of
 from shardwise.planner.costs.model_shape import shape_of
+from shardwise.planner.plan import make_estimator
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FRESH_PROCESSES = True  # measure in new processes, in which nothing has run yet
@@ -44,6 +47,13 @@ SINGLE_DEVICE = ParallelDegrees(tensor=1, context=1, expert=1, micro_batch=1)
 STEP_SAMPLES = 4  # samples per measured training step on a GPU
 WARMUP_STEPS = 100  # before measuring, since a cool GPU is faster
 KERNEL_CATEGORIES = {"matmul": "matmul", "attention": "attention", "memory": "elementwise"}
+# What measured steps correct, each with its least value.
+REFINED = {
+    "matmul": 0.01, "memory": 0.01, "bulk_memory": 0.01, "kernel_launch": 1e-7, "collective_start": 1e-6, "inner": 0.01,
+    "uncontended_speedup": 1.0, "fixed_seconds": 1e-4,
+}  # fmt: skip
+REFINE_STEPS = 8
+MEASURED_ERROR, PRIOR_ERROR = 0.05, 0.7  # of the logarithm of a measured step time, and of a constant before
 KERNELS_PER_BLOCK = 72  # of a block's forward and backward, as `BlockTimeModel` counts them
 SETTINGS: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
@@ -74,6 +84,35 @@ def calibrate(kind: str, processes: int) -> Cluster:
         measurements.append(run_world(_measure_links, processes, is_fresh_process=FRESH_PROCESSES))
     values = {key: statistics.mean(rank[key] for rank in ranks) for ranks in measurements for key in ranks[0]}
     return _make_cluster(kind, processes, values)
+
+
+def refine(cluster: Cluster, job: Job, measured: dict[Layout, float]) -> Cluster:
+    """Returns the cluster with the constants for which the planner predicts these step times best.
+
+    A regression of logarithms (Gauss-Newton) in which every constant has a prior at its value so far: what the measured
+    layouts do not depend on stays as it was."""
+    start = asdict(efficiency_of(cluster.device.family, cluster.measured))
+    names = [name for name in REFINED if name != "uncontended_speedup" or start[name] > 1.0]
+    least = np.log([REFINED[name] for name in names])
+    prior = np.maximum(least, np.log([start[name] or 1e-9 for name in names]))
+    times = np.log(list(measured.values()))
+
+    def refined(values: np.ndarray) -> Cluster:
+        found = {name: float(value) for name, value in zip(names, np.exp(values + 1e-9), strict=True)}
+        return replace(cluster, measured={**cluster.measured, **found})
+
+    def predict(values: np.ndarray) -> np.ndarray:
+        estimator = make_estimator(job, refined(values))
+        return np.log([estimator.predict_seconds(layout) for layout in measured])
+
+    values = prior
+    for _ in range(REFINE_STEPS):
+        now = predict(values)
+        slopes = np.stack([predict(values + step) - now for step in 0.01 * np.eye(len(names))], axis=1) / 0.01
+        rows = np.concatenate([slopes / MEASURED_ERROR, np.eye(len(names)) / PRIOR_ERROR])
+        gaps = np.concatenate([(times - now) / MEASURED_ERROR, (prior - values) / PRIOR_ERROR])
+        values = np.clip(values + np.linalg.lstsq(rows, gaps, rcond=None)[0], np.maximum(least, prior - 3.0), prior + 3.0)
+    return refined(values)
 
 
 def _make_cluster(kind: str, processes: int, values: dict[str, float]) -> Cluster:
