@@ -115,7 +115,9 @@ def sweep(job: Job, layouts: list[Layout], rounds: int) -> dict[Layout, list[flo
     for start in range(0, len(layouts), AT_ONCE):
         some = layouts[start : start + AT_ONCE]
         processes = some[0].world
-        found |= dict(zip(some, run_world(measure, processes, job, some, rounds, is_fresh_process=True)[0], strict=True))
+        found |= dict(
+            zip(some, run_world(measure, processes, job, some, rounds, is_fresh_process=True)[0], strict=True)
+        )
     return found
 
 
@@ -134,16 +136,16 @@ def judge(name: str, minutes: float, rounds: int) -> dict[str, Any]:
     job = the_job(name)
     with tempfile.TemporaryDirectory() as folder:
         tuned = tune_job(job, 8, minutes, Path(folder), lambda text: None)
-    pick, planned = tuned.best.layout, tuned.planned.layout
+    pick = Layout.parse(tuned["best"])
     times, swept = truth(job, pick, rounds)
     medians = {layout: statistics.median(seconds) for layout, seconds in times.items()}
     best = min(medians, key=medians.__getitem__)
     halves = [abs(statistics.median(t[::2]) / statistics.median(t[1::2]) - 1.0) for t in times.values()]
     return {
-        "job": name, "processes": job.run.processes, "layouts": swept, "tune_seconds": tuned.seconds,
-        "pick": str(pick), "planned": str(planned), "best": str(best), "loss": medians[pick] / medians[best] - 1.0,
+        "job": name, "processes": job.run.processes, "layouts": swept, "tune_seconds": tuned["seconds"],
+        "pick": str(pick), "planned": tuned["planned"]["layout"], "best": str(best), "loss": medians[pick] / medians[best] - 1.0,
         "noise": statistics.median(halves), "measured": {str(k): v for k, v in medians.items()},
-        "candidates": [one.as_dict() for one in tuned.candidates],
+        "candidates": tuned["candidates"],
     }  # fmt: skip
 
 
@@ -161,9 +163,9 @@ def main() -> None:
             print(json.dumps(row), flush=True)
             continue
         kind = "best" if row["loss"] <= TOLERANCE else "missed"
-        print(f"{name}: {kind}, {100 * row['loss']:.1f}% over the best of {row['layouts']} (noise "
-              f"{100 * row['noise']:.1f}%), tuned in {row['tune_seconds']:.0f} s: '{row['pick']}', best '{row['best']}', "
-              f"planned '{row['planned']}'", flush=True)  # fmt: skip
+        figures = f"{100 * row['loss']:.1f}% over the best of {row['layouts']} (noise {100 * row['noise']:.1f}%)"
+        layouts = f"'{row['pick']}', best '{row['best']}', planned '{row['planned']}'"
+        print(f"{name}: {kind}, {figures}, tuned in {row['tune_seconds']:.0f} s: {layouts}", flush=True)
     if not options.json:
         print(f"{sum(row['loss'] <= TOLERANCE for row in found)} of {len(found)} jobs")
 

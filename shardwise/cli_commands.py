@@ -118,6 +118,26 @@ def sweep(
     print_line(f"best:       {ran[0].name}, loss {ran[0].loss:.4f} at step {ran[0].step}, {ran[0].folder}")
 
 
+def tune(
+    job_file: JobFile = None,
+    overrides: Overrides = None,
+    top: Annotated[int, Option(min=1, help="Number of layouts to measure.")] = 8,
+    minutes: Annotated[float, Option(min=0.1, help="Time for all of them.")] = 5.0,
+    processes: Annotated[int | None, Option(min=1, help="Processes; default: one for each device or core.")] = None,
+    out: Annotated[Path | None, Option("--out", "-o", help="Folder to write; default: runs/tune-JOB.")] = None,
+    as_json: JsonFlag = False,
+) -> None:
+    """Trains the planner's best layouts on this machine for a few steps each and keeps the fastest.
+
+    Writes a job with that layout, a cluster file that makes later plans better, and a page."""
+    job = load_job(job_file, [*(overrides or []), *[f"run.processes={processes}"] * bool(processes)])
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    module = quick_import("shardwise.launch.tune")
+    out = out or Path("runs", f"tune-{job_file.stem if job_file else 'demo'}")
+    found = module.tune_job(job, top, minutes, out, (lambda text: None) if as_json else print_line)
+    print_line(json.dumps(found) if as_json else module.tune_text(found))
+
+
 def preflight(folder: Path, as_json: bool) -> None:
     """Measures the world of this process, or this machine; exits with 1 if something is slow."""
     found = quick_import("shardwise.launch.where")
@@ -272,7 +292,7 @@ def trace(
 
 
 COMMANDS: dict[str, Any] = {
-    function.__name__: function for function in (where, submit, sweep, watch, report, compare, trace, sample)
+    function.__name__: function for function in (where, submit, sweep, tune, watch, report, compare, trace, sample)
 }
 COMMANDS |= {"env": where, "eval": evaluate, "export": export, "merge": merge, "drift": drift}
 laws = typer.Typer(

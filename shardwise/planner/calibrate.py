@@ -20,6 +20,7 @@ import torch
 import torch._functorch.config as functorch
 import torch.distributed as dist
 import torch.nn.functional as F
+from scipy.optimize import least_squares
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
@@ -47,15 +48,9 @@ SINGLE_DEVICE = ParallelDegrees(tensor=1, context=1, expert=1, micro_batch=1)
 STEP_SAMPLES = 4  # samples per measured training step on a GPU
 WARMUP_STEPS = 100  # before measuring, since a cool GPU is faster
 KERNEL_CATEGORIES = {"matmul": "matmul", "attention": "attention", "memory": "elementwise"}
-# What measured steps correct, each with its least value.
-REFINED = {
-    "matmul": 0.01, "memory": 0.01, "bulk_memory": 0.01, "kernel_launch": 1e-7, "collective_start": 1e-6, "inner": 0.01,
-    "uncontended_speedup": 1.0, "fixed_seconds": 1e-4,
-}  # fmt: skip
-REFINE_STEPS = 8
-MEASURED_ERROR, PRIOR_ERROR = 0.05, 0.7  # of the logarithm of a measured step time, and of a constant before
 KERNELS_PER_BLOCK = 72  # of a block's forward and backward, as `BlockTimeModel` counts them
 SETTINGS: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+REFINE, REFINED = SETTINGS["refine"], SETTINGS["refined"]
 
 
 def calibrate_to_file(out: Path, processes: int, device: str) -> str:
@@ -87,32 +82,26 @@ def calibrate(kind: str, processes: int) -> Cluster:
 
 
 def refine(cluster: Cluster, job: Job, measured: dict[Layout, float]) -> Cluster:
-    """Returns the cluster with the constants for which the planner predicts these step times best.
-
-    A regression of logarithms (Gauss-Newton) in which every constant has a prior at its value so far: what the measured
-    layouts do not depend on stays as it was."""
+    """Returns the cluster with the constants for which the planner predicts these step times best: a regression of
+    logarithms in which each constant has a prior at its value so far. What no step time depends on stays as it was."""
     start = asdict(efficiency_of(cluster.device.family, cluster.measured))
-    names = [name for name in REFINED if name != "uncontended_speedup" or start[name] > 1.0]
-    least = np.log([REFINED[name] for name in names])
-    prior = np.maximum(least, np.log([start[name] or 1e-9 for name in names]))
+    least = {name: low for name, low in REFINED.items() if name != "uncontended_speedup" or start[name] > low}
+    low = np.log(list(least.values()))
+    prior = np.maximum(low + 1e-3, np.log([max(start[name], 1e-9) for name in least]))
     times = np.log(list(measured.values()))
 
     def refined(values: np.ndarray) -> Cluster:
-        found = {name: float(value) for name, value in zip(names, np.exp(values + 1e-9), strict=True)}
+        found = dict(zip(least, np.exp(values).tolist(), strict=True))
         return replace(cluster, measured={**cluster.measured, **found})
 
-    def predict(values: np.ndarray) -> np.ndarray:
+    def errors(values: np.ndarray) -> np.ndarray:
         estimator = make_estimator(job, refined(values))
-        return np.log([estimator.predict_seconds(layout) for layout in measured])
+        predicted = np.log([estimator.predict_seconds(layout) for layout in measured])
+        return np.concatenate([(predicted - times) / REFINE["step_error"], (values - prior) / REFINE["prior_error"]])
 
-    values = prior
-    for _ in range(REFINE_STEPS):
-        now = predict(values)
-        slopes = np.stack([predict(values + step) - now for step in 0.01 * np.eye(len(names))], axis=1) / 0.01
-        rows = np.concatenate([slopes / MEASURED_ERROR, np.eye(len(names)) / PRIOR_ERROR])
-        gaps = np.concatenate([(times - now) / MEASURED_ERROR, (prior - values) / PRIOR_ERROR])
-        values = np.clip(values + np.linalg.lstsq(rows, gaps, rcond=None)[0], np.maximum(least, prior - 3.0), prior + 3.0)
-    return refined(values)
+    # The schedules' simulation makes small jumps: slopes are taken over 1%.
+    fit = least_squares(errors, prior, bounds=(low, prior + 3.0), diff_step=0.01, max_nfev=REFINE["max_evaluations"])
+    return refined(fit.x)
 
 
 def _make_cluster(kind: str, processes: int, values: dict[str, float]) -> Cluster:

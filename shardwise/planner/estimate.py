@@ -147,6 +147,7 @@ class Estimator:
             balanced = whole_model.sum(*self.module_load(layout)) / layout.pipeline
             balanced = self.micro_batches(layout) * (balanced + self.exposed_p2p(layout))
             pipeline = max(pipeline / self.efficiency.uncontended_speedup, balanced)
+        pipeline *= self.efficiency.split_backward if layout.pipeline > 1 and layout.has_split_backward else 1.0
         return (pipeline + sum(self.per_step_times(layout)) + self.efficiency.fixed_seconds) * self.jitter(layout.world)
 
     def jitter(self, world: int) -> float:
@@ -301,7 +302,8 @@ class Estimator:
         stride, size = layout.tensor * layout.context, self.kernel_profile.itemsize
         block, experts = size * (inputs := self.memory_inputs(layout)).block_weights, size * inputs.expert_weights
         gather = self.machine.all_gather(block, layout.shard, stride, block / self.gathers_per_block)
-        return gather + self.machine.all_gather(experts, max(1, layout.shard // layout.expert), stride)
+        gather += self.machine.all_gather(experts, max(1, layout.shard // layout.expert), stride)
+        return self.efficiency.weight_gather * gather
 
     def exposed_p2p(self, layout: Layout) -> float:
         """Returns the exposed seconds of transfers between stages, per micro-batch and rank."""
@@ -342,7 +344,8 @@ class Estimator:
         bucket = self.bucket_bytes(layout)
         reduce = all_gather(gradient * numel, shard, stride, bucket) if layout.zero == 1 else 0.0
         gather = all_gather(size * numel, shard, stride, bucket) if layout.zero < 3 else 0.0
-        return reduce + all_reduce(gradient * numel / shard, replicas, stride * shard, bucket), gather
+        reduce += self.efficiency.all_reduce * all_reduce(gradient * numel / shard, replicas, stride * shard, bucket)
+        return reduce, gather
 
     def _exposed_comm(self, traffic: float, compute: float) -> float:
         """Returns the exposed part of `traffic` seconds that overlap with `compute` seconds, plus their contention."""
