@@ -23,7 +23,8 @@ JOB = JOB_TOML + "processes = 2\n"
 
 def test_the_fastest_is_kept_and_what_cannot_run_is_listed(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(tune, "MAX_STEPS", 16)  # two rounds
+    monkeypatch.setattr(tune, "FIRST_STEPS", 2)
+    monkeypatch.setattr(tune, "MAX_STEPS", 4)  # two rounds
     planted, launch = [], tune.launch
 
     def launch_but_one(folder: RunFolder, layout: Layout, *rest) -> None:
@@ -61,7 +62,7 @@ def test_machines_read_it_too(tmp_path: Path, monkeypatch, capsys) -> None:
     assert not call(monkeypatch, "tune", "job.toml", "--top", "2", "--json", "-o", "out")
     found = json.loads(capsys.readouterr().out)
     rows = found["candidates"]
-    assert found["best"] == rows[0]["layout"] and [row["steps"] for row in rows] == [2, 2]
+    assert found["best"] == rows[0]["layout"] and [row["steps"] for row in rows] == [4, 4]  # twice two
     assert rows[0]["seconds"] <= rows[1]["seconds"] and all(row["memory_gib"] > 0 for row in rows)
     assert read_cluster(Path(found["cluster"])).measured["matmul"] == found["constants"]["matmul"][1]
 

@@ -31,7 +31,7 @@ from shardwise.planner.costs.machine import efficiency_of
 from shardwise.planner.estimate import Prediction
 from shardwise.planner.plan import make_estimator
 from shardwise.planner.search import search
-from shardwise.train.local_machine import check_memory, choose_plan
+from shardwise.train.local_machine import check_memory, choose_plan, pick_device
 from shardwise.train.loop import TrainingLoop
 from shardwise.train.run_folder import RunFolder
 from shardwise.watch.report_page import ASSETS
@@ -73,7 +73,7 @@ class Candidate:
     """A layout, what the planner predicted for it before anything was measured, and what was measured."""
 
     prediction: Prediction
-    samples: list[float] = field(default_factory=list)  # seconds of each step after the warm-up, of all rounds
+    runs: list[list[float]] = field(default_factory=list)  # seconds of each step after the warm-up
     memory: float = 0.0  # GiB, the peak of the fullest rank
     problem: str = ""
 
@@ -83,14 +83,16 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """The median of its steps; infinite if it was not measured."""
-        return statistics.median(self.samples) if self.samples and not self.problem else math.inf
+        """The median step of its fastest run, since other load only adds time; infinite if it was not measured."""
+        return math.inf if self.problem else min(map(statistics.median, self.runs), default=math.inf)
 
     @property
     def error(self) -> float:
-        """The standard error of the median, relative to it, from the quartiles."""
-        low, middle, high = statistics.quantiles(self.samples, n=4) if len(self.samples) > 1 else (0.0, 1.0, 1.0)
-        return 0.93 * (high - low) / middle / math.sqrt(max(1, len(self.samples)))
+        """How far its two fastest runs are apart, or the standard error of one (from its quartiles); relative."""
+        best, *others = sorted(self.runs, key=statistics.median) or [[]]
+        low, _, high = statistics.quantiles(best, n=4) if len(best) > 1 else (0.0, 0.0, self.seconds)
+        spread = statistics.median(others[0]) - self.seconds if others else 0.0
+        return max(spread, 0.93 * (high - low) / math.sqrt(len(best) or 1)) / self.seconds
 
     def may_be_faster_than(self, other: "Candidate") -> bool:
         return (1.0 - 2 * self.error) * self.seconds < (1.0 + 2 * other.error) * other.seconds
@@ -98,8 +100,8 @@ class Candidate:
     def as_dict(self) -> dict[str, Any]:
         return {
             "layout": str(self.layout), "predicted_seconds": self.prediction.seconds, "problem": self.problem,
-            "seconds": self.seconds if self.seconds < math.inf else None, "error": self.error,
-            "steps": len(self.samples), "memory_gib": self.memory,
+            "seconds": self.seconds if self.seconds < math.inf else None, "error": self.error if self.runs else None,
+            "steps": sum(map(len, self.runs)), "memory_gib": self.memory,
             "predicted_memory_gib": self.prediction.peak_memory / GIB,
         }  # fmt: skip
 
@@ -143,17 +145,19 @@ class Tuner:
         if stops and signal.SIGALRM.name not in stops[-1]:
             raise RunError(f"tune was stopped: {stops[-1].partition(',')[0]}.")
         rows = list(folder.metrics())
-        candidate.samples += [row["seconds"] for row in rows[WARMUP_STEPS:] or rows[-1:]]
+        candidate.runs.append([row["seconds"] for row in rows[WARMUP_STEPS:] or rows[-1:]])
         candidate.memory = max(candidate.memory, *(row["memory_gib"] for row in rows))
 
     def measure_all(self, candidates: list[Candidate], steps: int) -> None:
-        """Measures candidates one after the other, as long as there is time."""
-        for number, candidate in enumerate(candidates):
+        """Measures candidates one after the other, as long as there is time; on a CPU, where other load comes and goes,
+        twice, the second time in reverse."""
+        turns = [*candidates, *candidates[::-1]] if pick_device(self.job) == "cpu" else candidates
+        for number, candidate in enumerate(turns):
             left = self.deadline - time.monotonic()
-            if left > 0:
-                share = 2 * left / (len(candidates) - number)
+            if left > 0 and not candidate.problem:
+                share = 2 * left / (len(turns) - number)
                 self.measure(candidate, WARMUP_STEPS + steps, max(MIN_SECONDS, share))
-                found = candidate.problem or f"{format_seconds(candidate.seconds)} per step"
+                found = candidate.problem or f"{format_seconds(statistics.median(candidate.runs[-1]))} per step"
                 self.say(f"  {candidate.layout}: {found}")
 
     def propose(self, predictions: Iterable[Prediction], count: int) -> list[Candidate]:
