@@ -136,15 +136,15 @@ def judge(name: str, minutes: float, rounds: int) -> dict[str, Any]:
     job = the_job(name)
     with tempfile.TemporaryDirectory() as folder:
         tuned = tune_job(job, 8, minutes, Path(folder), lambda text: None)
-    pick = Layout.parse(tuned["best"])
+    pick = Layout.parse(tuned["candidates"][0]["layout"])
     times, swept = truth(job, pick, rounds)
     medians = {layout: statistics.median(seconds) for layout, seconds in times.items()}
     best = min(medians, key=medians.__getitem__)
     halves = [abs(statistics.median(t[::2]) / statistics.median(t[1::2]) - 1.0) for t in times.values()]
     return {
         "job": name, "processes": job.run.processes, "layouts": swept, "tune_seconds": tuned["seconds"],
-        "pick": str(pick), "planned": tuned["planned"]["layout"], "best": str(best), "loss": medians[pick] / medians[best] - 1.0,
-        "noise": statistics.median(halves), "measured": {str(k): v for k, v in medians.items()},
+        "pick": str(pick), "planned": tuned["planned"], "best": str(best),
+        "loss": medians[pick] / medians[best] - 1.0,        "noise": statistics.median(halves), "measured": {str(k): v for k, v in medians.items()},
         "candidates": tuned["candidates"],
     }  # fmt: skip
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from typer import Argument, Exit, Option
 
 from shardwise import quick_import
-from shardwise.console import print_line
+from shardwise.console import fill_in, format_seconds, print_line
 from shardwise.errors import DataError, JobError
 from shardwise.files import malformed_as_data_error, require_parent_folder, write_text
 from shardwise.job import load_job
@@ -133,9 +133,10 @@ def tune(
     job = load_job(job_file, [*(overrides or []), *[f"run.processes={processes}"] * bool(processes)])
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     module = quick_import("shardwise.launch.tune")
-    out = out or Path("runs", f"tune-{job_file.stem if job_file else 'demo'}")
+    out = out or Path("runs", f"tune-{job_file.stem if job_file else 'job'}")
     found = module.tune_job(job, top, minutes, out, (lambda text: None) if as_json else print_line)
-    print_line(json.dumps(found) if as_json else module.tune_text(found))
+    text = Path(module.__file__).parent / "templates" / "tune.txt"
+    print_line(json.dumps(found) if as_json else fill_in(text, found | {"format_seconds": format_seconds}))
 
 
 def preflight(folder: Path, as_json: bool) -> None:

@@ -21,15 +21,14 @@ from shardwise.cluster import GIB, Cluster, write_cluster
 from shardwise.console import fill_in, format_seconds, pluralize
 from shardwise.errors import LayoutError, RunError, ShardwiseError
 from shardwise.files import write_text
-from shardwise.job import Job, ValidationConfig
+from shardwise.job import Job
 from shardwise.launch import worker
-from shardwise.launch.start import StartOptions, check_layout_fits, launch, open_data
+from shardwise.launch.start import StartOptions, launch, open_data
 from shardwise.layout import Layout
 from shardwise.parallel.prepare import prepare
-from shardwise.planner.calibrate import REFINED, refine
-from shardwise.planner.costs.machine import efficiency_of
+from shardwise.planner.calibrate import refine
 from shardwise.planner.estimate import Prediction
-from shardwise.planner.plan import make_estimator
+from shardwise.planner.plan import Plan, make_estimator
 from shardwise.planner.search import search
 from shardwise.train.local_machine import check_memory, choose_plan, pick_device
 from shardwise.train.loop import TrainingLoop
@@ -41,25 +40,19 @@ WARMUP_STEPS, FIRST_STEPS, MAX_STEPS = 4, 8, 32  # that do not count; that do, i
 MIN_SECONDS = 60.0  # that a candidate may take, at least: the first step may compile
 TIE = 0.01  # medians closer than this cannot be told apart
 MAX_LAYOUTS = 1000  # that the search keeps, to have some of each combination of degrees
-Say = Callable[[str], None]
 
 
 class Rehearsal(TrainingLoop):
-    """A few steps of a run that leaves nothing but its metrics, and ends when its time is up."""
+    """A few steps of a run that saves nothing; one before the last, or when its time is up, it ends."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.progress.enabled, self.progress._clear = False, ""  # the launcher reports
-        self.begin = time.monotonic()
+        self.progress.enabled, self.progress._clear, self.begin = False, "", time.monotonic()  # the launcher reports
 
     def _save(self, done: int) -> None: ...
 
-    def _validate(self, done: int) -> bool:
-        self.metrics.flush()
-        return False
-
     def _tell(self, what: str, step: int, metrics: Callable[[], Any] | None = None) -> None:
-        if time.monotonic() - self.begin > self.job.run.hang_timeout:
+        if step >= self.job.total_steps - 2 or time.monotonic() - self.begin > self.job.run.hang_timeout:
             self.stop.signal_number = signal.SIGALRM  # the ranks agree to end after the next step
 
 
@@ -70,16 +63,13 @@ def rehearse(arguments: list[str], **options: Any) -> None:
 
 @dataclass
 class Candidate:
-    """A layout, what the planner predicted for it before anything was measured, and what was measured."""
+    """A layout, and what was measured of it."""
 
-    prediction: Prediction
+    layout: Layout
+    planned: Prediction  # before anything was measured
     runs: list[list[float]] = field(default_factory=list)  # seconds of each step after the warm-up
     memory: float = 0.0  # GiB, the peak of the fullest rank
     problem: str = ""
-
-    @property
-    def layout(self) -> Layout:
-        return self.prediction.layout
 
     @property
     def seconds(self) -> float:
@@ -89,20 +79,20 @@ class Candidate:
     @property
     def error(self) -> float:
         """How far its two fastest runs are apart, or the standard error of one (from its quartiles); relative."""
-        best, *others = sorted(self.runs, key=statistics.median) or [[]]
+        best, *others = sorted(self.runs, key=statistics.median)
         low, _, high = statistics.quantiles(best, n=4) if len(best) > 1 else (0.0, 0.0, self.seconds)
         spread = statistics.median(others[0]) - self.seconds if others else 0.0
-        return max(spread, 0.93 * (high - low) / math.sqrt(len(best) or 1)) / self.seconds
+        return max(spread, 0.93 * (high - low) / math.sqrt(len(best))) / self.seconds
 
     def may_be_faster_than(self, other: "Candidate") -> bool:
         return (1.0 - 2 * self.error) * self.seconds < (1.0 + 2 * other.error) * other.seconds
 
     def as_dict(self) -> dict[str, Any]:
+        measured = {"seconds": self.seconds, "error": self.error} if self.seconds < math.inf else {}
         return {
-            "layout": str(self.layout), "predicted_seconds": self.prediction.seconds, "problem": self.problem,
-            "seconds": self.seconds if self.seconds < math.inf else None, "error": self.error if self.runs else None,
+            "layout": str(self.layout), "predicted_seconds": self.planned.seconds, "problem": self.problem, **measured,
             "steps": sum(map(len, self.runs)), "memory_gib": self.memory,
-            "predicted_memory_gib": self.prediction.peak_memory / GIB,
+            "predicted_memory_gib": self.planned.peak_memory / GIB,
         }  # fmt: skip
 
 
@@ -110,22 +100,21 @@ class Candidate:
 class Tuner:
     """Measures layouts of a job on this machine until a deadline."""
 
-    job: Job
-    cluster: Cluster
-    devices: int
+    plan: Plan
     fork_server: ForkServer
-    folder: Path  # of the runs of the candidates
+    folder: Path  # of the candidates' runs
     deadline: float
-    say: Say
+    say: Callable[[str], None]
     candidates: list[Candidate] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        self.job = self.plan.job
         self.record, self.sources, _ = open_data(prepare(self.job, Layout()), None, StartOptions())
-        self.planned = {prediction.layout: prediction for prediction in self.search(self.cluster)}
+        self.planned = {prediction.layout: prediction for prediction in self.search(self.plan.cluster)}
 
     def search(self, cluster: Cluster) -> list[Prediction]:
         estimator = make_estimator(self.job, cluster)
-        layouts = [prediction.layout for prediction in search(estimator, self.devices, MAX_LAYOUTS).best]
+        layouts = [prediction.layout for prediction in search(estimator, self.plan.devices, MAX_LAYOUTS).best]
         if self.job.model.requires_single_micro_batch:
             layouts = [replace(layout, micro_batch=self.job.samples // layout.data) for layout in layouts]
         return [estimator.predict(layout) for layout in dict.fromkeys(layouts)]
@@ -136,13 +125,12 @@ class Tuner:
         write_text(folder.path / "job.toml", rehearsal_job(self.job, candidate.layout, steps, limit).to_toml())
         folder.write_data(self.record, *self.sources)
         try:
-            check_layout_fits(candidate.layout, self.job)
             launch(folder, candidate.layout, False, self.fork_server, f"{__name__}:{rehearse.__name__}")
         except ShardwiseError as error:
             candidate.problem = describe_failure(folder, str(error))
             return
         stops = [event["message"] for event in folder.events() if event["event"] == "stopped"]
-        if stops and signal.SIGALRM.name not in stops[-1]:
+        if signal.SIGALRM.name not in stops[-1]:
             raise RunError(f"tune was stopped: {stops[-1].partition(',')[0]}.")
         rows = list(folder.metrics())
         candidate.runs.append([row["seconds"] for row in rows[WARMUP_STEPS:] or rows[-1:]])
@@ -155,29 +143,29 @@ class Tuner:
         for number, candidate in enumerate(turns):
             left = self.deadline - time.monotonic()
             if left > 0 and not candidate.problem:
-                share = 2 * left / (len(turns) - number)
-                self.measure(candidate, WARMUP_STEPS + steps, max(MIN_SECONDS, share))
+                self.measure(candidate, WARMUP_STEPS + steps, max(MIN_SECONDS, 2 * left / (len(turns) - number)))
                 found = candidate.problem or f"{format_seconds(statistics.median(candidate.runs[-1]))} per step"
                 self.say(f"  {candidate.layout}: {found}")
 
     def propose(self, predictions: Iterable[Prediction], count: int) -> list[Candidate]:
         """Returns candidates for the first `count` layouts that the engine runs and that are none yet."""
         known, found = {one.layout for one in self.candidates}, list[Candidate]()
-        for prediction in predictions:
-            if len(found) < count and prediction.layout not in known:
-                known.add(prediction.layout)
-                with suppress(LayoutError):
-                    prepare(self.job, prediction.layout)
-                    found.append(Candidate(self.planned.get(prediction.layout, prediction)))
+        for layout, prediction in {prediction.layout: prediction for prediction in predictions}.items():
+            with suppress(LayoutError):
+                if len(found) < count and layout not in known:
+                    prepare(self.job, layout)
+                    found.append(Candidate(layout, self.planned.get(layout, prediction)))
         self.candidates += found
         return found
 
-    def run(self, first: Prediction, top: int) -> Cluster:
-        """Measures `top` layouts, `first` among them, and the better ones again. Returns the refined cluster."""
+    def run(self, top: int) -> Cluster:
+        """Measures `top` layouts, the planner's choice first, and the better ones again. Returns the refined cluster."""
+        best: dict[Any, Prediction] = {}  # of each combination of degrees
+        for layout, prediction in self.planned.items():
+            degrees = layout.pipeline, layout.context, layout.tensor, layout.expert, layout.shard > 1
+            best.setdefault(degrees, prediction)
         self.say(f"the best of {pluralize(len(self.planned), 'layout')} for each combination of degrees")
-        by_degrees = {degrees(prediction.layout): prediction for prediction in reversed(self.planned.values())}
-        spread = sorted(by_degrees.values(), key=lambda prediction: prediction.seconds)
-        self.measure_all(self.propose([first, *spread], -(-top // 2)), FIRST_STEPS)
+        self.measure_all(self.propose([self.plan.best, *best.values()], -(-top // 2)), FIRST_STEPS)
         if others := self.propose(self.search(self.refined()), top - len(self.candidates)):
             self.say("the best ones, now that the planner knows these times")
             self.measure_all(others, FIRST_STEPS)
@@ -199,20 +187,16 @@ class Tuner:
 
     def refined(self) -> Cluster:
         measured = {candidate.layout: candidate.seconds for candidate in self.ranking()}
-        return refine(self.cluster, self.job, measured) if measured else self.cluster
-
-
-def degrees(layout: Layout) -> tuple[Any, ...]:
-    return layout.pipeline, layout.context, layout.tensor, layout.expert, layout.shard > 1
+        return refine(self.plan.cluster, self.job, measured) if measured else self.plan.cluster
 
 
 def rehearsal_job(job: Job, layout: Layout, steps: int, limit: float) -> Job:
     """Returns the job of a candidate's run: nothing is kept, and what fails is not repeated."""
     run = {"folder": "", "max_restarts": 0, "standby": False, "elastic": False, "hang_timeout": limit}
+    checkpoint = job.checkpoint.model_copy(update={"every": 0, "snapshot_every": 0})
     return job.model_copy(update={
-        "layout": str(layout), "steps": steps, "tokens": None, "tracker": "", "validation": ValidationConfig(),
-        "checkpoint": job.checkpoint.model_copy(update={"every": 0, "snapshot_every": 0}),
-        "run": job.run.model_copy(update=run),
+        "layout": str(layout), "steps": steps + 1, "tokens": None, "tracker": "", "checkpoint": checkpoint,
+        "validation": type(job.validation)(), "run": job.run.model_copy(update=run),
     })  # fmt: skip
 
 
@@ -223,13 +207,12 @@ def describe_failure(folder: RunFolder, message: str) -> str:
             return "ran out of memory"
     if "SIGKILL" in message:
         return "was killed (SIGKILL), as the system does when memory runs out"
-    lines = message.removesuffix("All other ranks were stopped.").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "failed")
+    return message.removesuffix("All other ranks were stopped.").strip().rpartition("\n")[2].strip()
 
 
-def tune_job(job: Job, top: int, minutes: float, out: Path, say: Say) -> dict[str, Any]:
-    """Finds the fastest layout of a job on this machine and writes what it found below `out`. Returns the record that
-    the page and the command's text are made of."""
+def tune_job(job: Job, top: int, minutes: float, out: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """Finds the fastest layout of a job on this machine and writes it, the refined cluster and a page below `out`.
+    Returns what the page and the command's text (`templates/tune.txt`) are made of."""
     begin, auto = time.monotonic(), job.model_copy(update={"layout": "auto"})
     plan, source = choose_plan(auto)
     check_memory(auto, plan)
@@ -237,43 +220,21 @@ def tune_job(job: Job, top: int, minutes: float, out: Path, say: Say) -> dict[st
     say(f"tuning {job.model.name} on {where}: {pluralize(top, 'layout')} in {minutes:g} minutes at most")
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out) as runs, closing(ForkServer(__name__)) as fork_server:
-        deadline = begin + 60.0 * minutes
-        tuner = Tuner(auto, plan.cluster, plan.devices, fork_server, Path(runs), deadline, say)
-        cluster = tuner.run(plan.best, top)
-    first = tuner.candidates[0]
-    if not (ranking := tuner.ranking()):
+        tuner = Tuner(plan, fork_server, Path(runs), begin + 60.0 * minutes, say)
+        cluster = tuner.run(top)
+    ranking, first = tuner.ranking(), tuner.candidates[0]
+    if not ranking:
         raise RunError(f"no layout could be measured; '{first.layout}': {first.problem or 'the time was up'}.")
-    cluster_file, job_file = out / "cluster.toml", out / "best.toml"
-    run = job.run.model_copy(update={"cluster": str(cluster_file)})
-    write_cluster(cluster, cluster_file)
-    write_text(job_file, job.model_copy(update={"layout": str(ranking[0].layout), "run": run}).to_toml())
-    before, after = (efficiency_of(one.device.family, one.measured) for one in (plan.cluster, cluster))
-    estimator, unmeasured = make_estimator(job, cluster), [one for one in tuner.candidates if one not in ranking]
-    found = {
-        "model": job.model.name, "where": where, "seconds": time.monotonic() - begin, "best": str(ranking[0].layout),
-        "planned": first.as_dict(), "job": str(job_file), "cluster": str(cluster_file), "page": str(out / "tune.html"),
-        "candidates": [one.as_dict() | {"refined_seconds": estimator.predict_seconds(one.layout)}
-                       for one in (*ranking, *unmeasured)],
-        "constants": {name: (getattr(before, name), getattr(after, name)) for name in REFINED},
-    }  # fmt: skip
-    found["verdict"] = verdict(found["candidates"], found["planned"])
+    files = {name: str(out / path) for name, path in
+             {"job": "best.toml", "cluster": "cluster.toml", "page": "tune.html"}.items()}  # fmt: skip
+    write_cluster(cluster, Path(files["cluster"]))
+    run = job.run.model_copy(update={"cluster": files["cluster"]})
+    write_text(out / "best.toml", job.model_copy(update={"layout": str(ranking[0].layout), "run": run}).to_toml())
+    estimator, others = make_estimator(job, cluster), [one for one in tuner.candidates if one not in ranking]
+    rows = [one.as_dict() | {"refined_seconds": estimator.predict_seconds(one.layout)} for one in (*ranking, *others)]
+    found = {"model": job.model.name, "where": where, "seconds": time.monotonic() - begin, "candidates": rows, **files,
+             "planned": str(first.layout), "constants": cluster.measured, "constants_before": plan.cluster.measured,
+             "indistinguishable": sum(one.may_be_faster_than(ranking[0]) for one in ranking[1:])}  # fmt: skip
     style = (ASSETS / "page.css").read_text(encoding="utf-8")
     write_text(out / "tune.html", fill_in(ASSETS / "tune.html", {"found": found, "style": style}))
     return found
-
-
-def verdict(candidates: list[dict[str, Any]], planned: dict[str, Any]) -> str:
-    """Returns what the fastest layout gains, and how many others are as fast as far as one can tell."""
-    best, *others = [one for one in candidates if one["seconds"]]
-    limit = (1.0 + 2 * best["error"]) * best["seconds"]
-    ties = sum((1.0 - 2 * one["error"]) * one["seconds"] < limit for one in others)
-    gain = "is the planner's choice, too"
-    if best["layout"] != planned["layout"]:
-        less = f"{100 * (1 - best['seconds'] / planned['seconds']):.0f}% less time than" if planned["seconds"] else "over"
-        gain = f"takes {less} the planner's choice, '{planned['layout']}'"
-    tied = f"; {pluralize(ties, 'other')} cannot be told apart from it" if ties else ""
-    return f"fastest: '{best['layout']}' {gain}{tied}."
-
-
-def tune_text(found: dict[str, Any]) -> str:
-    return fill_in(Path(__file__).parent / "templates" / "tune.txt", found | {"format_seconds": format_seconds})
