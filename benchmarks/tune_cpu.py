@@ -144,7 +144,8 @@ def judge(name: str, minutes: float, rounds: int) -> dict[str, Any]:
     return {
         "job": name, "processes": job.run.processes, "layouts": swept, "tune_seconds": tuned["seconds"],
         "pick": str(pick), "planned": tuned["planned"], "best": str(best),
-        "loss": medians[pick] / medians[best] - 1.0,        "noise": statistics.median(halves), "measured": {str(k): v for k, v in medians.items()},
+        "loss": medians[pick] / medians[best] - 1.0, "noise": statistics.median(halves),
+        "measured": {str(k): v for k, v in medians.items()},
         "candidates": tuned["candidates"],
     }  # fmt: skip
 

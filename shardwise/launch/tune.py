@@ -38,7 +38,7 @@ from shardwise.workers.fork_server import ForkServer
 
 WARMUP_STEPS, FIRST_STEPS, MAX_STEPS = 4, 8, 32  # that do not count; that do, in the first round and in the last
 MIN_SECONDS = 60.0  # that a candidate may take, at least: the first step may compile
-TIE = 0.01  # medians closer than this cannot be told apart
+TIE = 0.01  # times closer than this cannot be told apart
 MAX_LAYOUTS = 1000  # that the search keeps, to have some of each combination of degrees
 
 
@@ -61,6 +61,10 @@ def rehearse(arguments: list[str], **options: Any) -> None:
     worker.main(arguments, loop=Rehearsal, **options)
 
 
+def quick_step(run: list[float]) -> float:
+    return sorted(run)[len(run) // 10]
+
+
 @dataclass
 class Candidate:
     """A layout, and what was measured of it."""
@@ -73,16 +77,14 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """The median step of its fastest run, since other load only adds time; infinite if it was not measured."""
-        return math.inf if self.problem else min(map(statistics.median, self.runs), default=math.inf)
+        """The fastest tenth of its steps, since other load only adds time; infinite if it was not measured."""
+        return math.inf if self.problem else min(map(quick_step, self.runs), default=math.inf)
 
     @property
     def error(self) -> float:
-        """How far its two fastest runs are apart, or the standard error of one (from its quartiles); relative."""
-        best, *others = sorted(self.runs, key=statistics.median)
-        low, _, high = statistics.quantiles(best, n=4) if len(best) > 1 else (0.0, 0.0, self.seconds)
-        spread = statistics.median(others[0]) - self.seconds if others else 0.0
-        return max(spread, 0.93 * (high - low) / math.sqrt(len(best))) / self.seconds
+        """How far its two fastest runs, or the fastest tenth and the median of a single one, are apart; relative."""
+        best, *others = sorted(self.runs, key=quick_step)
+        return (quick_step(others[0]) if others else statistics.median(best)) / self.seconds - 1.0
 
     def may_be_faster_than(self, other: "Candidate") -> bool:
         return (1.0 - 2 * self.error) * self.seconds < (1.0 + 2 * other.error) * other.seconds
@@ -144,7 +146,7 @@ class Tuner:
             left = self.deadline - time.monotonic()
             if left > 0 and not candidate.problem:
                 self.measure(candidate, WARMUP_STEPS + steps, max(MIN_SECONDS, 2 * left / (len(turns) - number)))
-                found = candidate.problem or f"{format_seconds(statistics.median(candidate.runs[-1]))} per step"
+                found = candidate.problem or f"{format_seconds(quick_step(candidate.runs[-1]))} per step"
                 self.say(f"  {candidate.layout}: {found}")
 
     def propose(self, predictions: Iterable[Prediction], count: int) -> list[Candidate]:
@@ -159,7 +161,7 @@ class Tuner:
         return found
 
     def run(self, top: int) -> Cluster:
-        """Measures `top` layouts, the planner's choice first, and the better ones again. Returns the refined cluster."""
+        """Measures `top` layouts, the planner's choice first, the better ones again. Returns the refined cluster."""
         best: dict[Any, Prediction] = {}  # of each combination of degrees
         for layout, prediction in self.planned.items():
             degrees = layout.pipeline, layout.context, layout.tensor, layout.expert, layout.shard > 1
