@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,7 @@ class Rehearsal(TrainingLoop):
             self.stop.signal_number = signal.SIGALRM  # the ranks agree to end after the next step
 
 
-def rehearse(arguments: list[str], **options: Any) -> None:
-    """Entry point of the workers."""
-    worker.main(arguments, loop=Rehearsal, **options)
+rehearse = partial(worker.main, loop=Rehearsal)  # the entry point of the workers
 
 
 def quick_step(run: list[float]) -> float:
@@ -90,12 +89,10 @@ class Candidate:
         return (1.0 - 2 * self.error) * self.seconds < (1.0 + 2 * other.error) * other.seconds
 
     def as_dict(self) -> dict[str, Any]:
+        planned = {"predicted_seconds": self.planned.seconds, "predicted_memory_gib": self.planned.peak_memory / GIB}
         measured = {"seconds": self.seconds, "error": self.error} if self.seconds < math.inf else {}
-        return {
-            "layout": str(self.layout), "predicted_seconds": self.planned.seconds, "problem": self.problem, **measured,
-            "steps": sum(map(len, self.runs)), "memory_gib": self.memory,
-            "predicted_memory_gib": self.planned.peak_memory / GIB,
-        }  # fmt: skip
+        return {"layout": str(self.layout), "problem": self.problem, "memory_gib": self.memory,
+                "steps": sum(map(len, self.runs)), **planned, **measured}  # fmt: skip
 
 
 @dataclass
@@ -123,11 +120,16 @@ class Tuner:
 
     def measure(self, candidate: Candidate, steps: int, limit: float) -> None:
         """Trains for a few steps in new processes, for at most `limit` seconds, and adds what it finds."""
-        folder = RunFolder(Path(tempfile.mkdtemp(dir=self.folder)))
-        write_text(folder.path / "job.toml", rehearsal_job(self.job, candidate.layout, steps, limit).to_toml())
+        folder, job = RunFolder(Path(tempfile.mkdtemp(dir=self.folder))), self.job
+        run = {"folder": "", "max_restarts": 0, "standby": False, "elastic": False, "hang_timeout": limit}
+        sections = {"checkpoint": {"every": 0, "snapshot_every": 0}, "run": run}
+        values = {name: getattr(job, name).model_copy(update=update) for name, update in sections.items()}
+        values |= {"layout": str(candidate.layout), "steps": steps + 1, "tokens": None, "tracker": ""}
+        values["validation"] = type(job.validation)()
+        write_text(folder.path / "job.toml", job.model_copy(update=values).to_toml())
         folder.write_data(self.record, *self.sources)
         try:
-            launch(folder, candidate.layout, False, self.fork_server, f"{__name__}:{rehearse.__name__}")
+            launch(folder, candidate.layout, False, self.fork_server, f"{__name__}:rehearse")
         except ShardwiseError as error:
             candidate.problem = describe_failure(folder, str(error))
             return
@@ -192,16 +194,6 @@ class Tuner:
         return refine(self.plan.cluster, self.job, measured) if measured else self.plan.cluster
 
 
-def rehearsal_job(job: Job, layout: Layout, steps: int, limit: float) -> Job:
-    """Returns the job of a candidate's run: nothing is kept, and what fails is not repeated."""
-    run = {"folder": "", "max_restarts": 0, "standby": False, "elastic": False, "hang_timeout": limit}
-    checkpoint = job.checkpoint.model_copy(update={"every": 0, "snapshot_every": 0})
-    return job.model_copy(update={
-        "layout": str(layout), "steps": steps + 1, "tokens": None, "tracker": "", "checkpoint": checkpoint,
-        "validation": type(job.validation)(), "run": job.run.model_copy(update=run),
-    })  # fmt: skip
-
-
 def describe_failure(folder: RunFolder, message: str) -> str:
     """Returns why a candidate could not be measured, in a few words."""
     for record in folder.error_records():
@@ -227,16 +219,16 @@ def tune_job(job: Job, top: int, minutes: float, out: Path, say: Callable[[str],
     ranking, first = tuner.ranking(), tuner.candidates[0]
     if not ranking:
         raise RunError(f"no layout could be measured; '{first.layout}': {first.problem or 'the time was up'}.")
-    files = {name: str(out / path) for name, path in
-             {"job": "best.toml", "cluster": "cluster.toml", "page": "tune.html"}.items()}  # fmt: skip
-    write_cluster(cluster, Path(files["cluster"]))
-    run = job.run.model_copy(update={"cluster": files["cluster"]})
-    write_text(out / "best.toml", job.model_copy(update={"layout": str(ranking[0].layout), "run": run}).to_toml())
+    files = {"job": out / "best.toml", "cluster": out / "cluster.toml", "page": out / "tune.html"}
+    write_cluster(cluster, files["cluster"])
+    run = job.run.model_copy(update={"cluster": str(files["cluster"])})
+    write_text(files["job"], job.model_copy(update={"layout": str(ranking[0].layout), "run": run}).to_toml())
     estimator, others = make_estimator(job, cluster), [one for one in tuner.candidates if one not in ranking]
     rows = [one.as_dict() | {"refined_seconds": estimator.predict_seconds(one.layout)} for one in (*ranking, *others)]
-    found = {"model": job.model.name, "where": where, "seconds": time.monotonic() - begin, "candidates": rows, **files,
+    found = {"model": job.model.name, "where": where, "seconds": time.monotonic() - begin, "candidates": rows,
              "planned": str(first.layout), "constants": cluster.measured, "constants_before": plan.cluster.measured,
              "indistinguishable": sum(one.may_be_faster_than(ranking[0]) for one in ranking[1:])}  # fmt: skip
+    found |= {name: str(path) for name, path in files.items()}
     style = (ASSETS / "page.css").read_text(encoding="utf-8")
-    write_text(out / "tune.html", fill_in(ASSETS / "tune.html", {"found": found, "style": style}))
+    write_text(files["page"], fill_in(ASSETS / "tune.html", {"found": found, "style": style}))
     return found

@@ -283,7 +283,7 @@ class Estimator:
             backward += self.selective_recompute_time(layout, inner)
         exposed = {axis: (2.0 + recompute_fraction) * getattr(inner, axis) for axis in BLOCK_AXES}
         if layout.zero >= 2 and layout.shard > 1:
-            gather = self._weight_gather_time(layout)
+            gather = self.efficiency.weight_gather * self._weight_gather_time(layout)
             exposed_forward = self._exposed_comm(gather, forward) if layout.zero == 3 else 0.0
             exposed_backward = self._exposed_comm((2 if layout.zero == 3 else 1) * gather, backward)
             forward, backward = forward + exposed_forward, backward + exposed_backward
@@ -302,8 +302,7 @@ class Estimator:
         stride, size = layout.tensor * layout.context, self.kernel_profile.itemsize
         block, experts = size * (inputs := self.memory_inputs(layout)).block_weights, size * inputs.expert_weights
         gather = self.machine.all_gather(block, layout.shard, stride, block / self.gathers_per_block)
-        gather += self.machine.all_gather(experts, max(1, layout.shard // layout.expert), stride)
-        return self.efficiency.weight_gather * gather
+        return gather + self.machine.all_gather(experts, max(1, layout.shard // layout.expert), stride)
 
     def exposed_p2p(self, layout: Layout) -> float:
         """Returns the exposed seconds of transfers between stages, per micro-batch and rank."""
