@@ -137,7 +137,7 @@ class Tuner:
         if signal.SIGALRM.name not in stops[-1]:
             raise RunError(f"tune was stopped: {stops[-1].partition(',')[0]}.")
         rows = list(folder.metrics())
-        candidate.runs.append([row["seconds"] for row in rows[WARMUP_STEPS:] or rows[-1:]])
+        candidate.runs.append([row["seconds"] for row in rows[min(WARMUP_STEPS, len(rows) // 2) :]])
         candidate.memory = max(candidate.memory, *(row["memory_gib"] for row in rows))
 
     def measure_all(self, candidates: list[Candidate], steps: int) -> None:
@@ -147,16 +147,20 @@ class Tuner:
         for number, candidate in enumerate(turns):
             left = self.deadline - time.monotonic()
             if left > 0 and not candidate.problem:
-                self.measure(candidate, WARMUP_STEPS + steps, max(MIN_SECONDS, 2 * left / (len(turns) - number)))
+                share = left / (len(turns) - number)  # a third of it for steps: there are further rounds
+                most = share / 3 / (candidate.seconds if candidate.runs else candidate.planned.seconds)
+                self.measure(candidate, max(3, min(WARMUP_STEPS + steps, int(most))), max(MIN_SECONDS, 2 * share))
                 found = candidate.problem or f"{format_seconds(quick_step(candidate.runs[-1]))} per step"
                 self.say(f"  {candidate.layout}: {found}")
 
     def propose(self, predictions: Iterable[Prediction], count: int) -> list[Candidate]:
-        """Returns candidates for the first `count` layouts that the engine runs and that are none yet."""
+        """Returns candidates for the first `count` layouts that the engine runs and that are none yet; with less memory
+        than what ran out of it."""
         known, found = {one.layout for one in self.candidates}, list[Candidate]()
+        limit = min((one.planned.peak_memory for one in self.candidates if "memory" in one.problem), default=math.inf)
         for layout, prediction in {prediction.layout: prediction for prediction in predictions}.items():
             with suppress(LayoutError):
-                if len(found) < count and layout not in known:
+                if len(found) < count and layout not in known and prediction.peak_memory < limit:
                     prepare(self.job, layout)
                     found.append(Candidate(layout, self.planned.get(layout, prediction)))
         self.candidates += found
@@ -170,8 +174,10 @@ class Tuner:
             best.setdefault(degrees, prediction)
         self.say(f"the best of {pluralize(len(self.planned), 'layout')} for each combination of degrees")
         self.measure_all(self.propose([self.plan.best, *best.values()], -(-top // 2)), FIRST_STEPS)
-        if others := self.propose(self.search(self.refined()), top - len(self.candidates)):
-            self.say("the best ones, now that the planner knows these times")
+        while (count := max(top - len(self.candidates), not self.ranking())) and time.monotonic() < self.deadline:
+            if not (others := self.propose(self.search(self.refined()), count)):
+                break
+            self.say("the best ones, by what is known now")
             self.measure_all(others, FIRST_STEPS)
         steps, left = FIRST_STEPS, self.ranking()
         while left and steps < MAX_STEPS and time.monotonic() < self.deadline:
@@ -211,7 +217,7 @@ def tune_job(job: Job, top: int, minutes: float, out: Path, say: Callable[[str],
     plan, source = choose_plan(auto)
     check_memory(auto, plan)
     where = f"{plan.devices} x {plan.cluster.device.name} ({source})"
-    say(f"tuning {job.model.name} on {where}: {pluralize(top, 'layout')} in {minutes:g} minutes at most")
+    say(f"tuning {job.model.name} on {where}: {pluralize(top, 'layout')} within {minutes:g} min")
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out) as runs, closing(ForkServer(__name__)) as fork_server:
         tuner = Tuner(plan, fork_server, Path(runs), begin + 60.0 * minutes, say)
