@@ -314,7 +314,7 @@ def _with_common_options(function: Callable[..., Answer | None]) -> Callable[...
 
     @wraps(function)
     def run(quiet: bool, as_json: bool = False, **options: Any) -> None:
-        is_shown = function not in (train, cli_commands.watch)  # the others say nothing for long
+        is_shown = function not in (train, cli_commands.watch, cli_commands.init)  # others say nothing for long
         with quietly() if quiet or as_json else elapsed_shown(function.__name__) if is_shown else nullcontext():
             answer = function(**options, **{"as_json": as_json} if "as_json" in given.parameters else {})
         if answer is not None:

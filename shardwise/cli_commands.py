@@ -12,7 +12,7 @@ from rich.console import Console
 from typer import Argument, Option
 
 from shardwise import quick_import
-from shardwise.console import Answer, print_answer, print_line
+from shardwise.console import Answer, fill_in, format_seconds, print_answer, print_line
 from shardwise.errors import DataError, JobError
 from shardwise.files import malformed_as_data_error, require_parent_folder, write_text
 from shardwise.job import load_job
@@ -42,11 +42,11 @@ def init(
     data: Annotated[str | None, Option(help="What to train on: a file, folder or glob; empty: built-in data.")] = None,
     model: Annotated[str | None, Option(help="A preset; to continue or tune, a Hugging Face folder or a run.")] = None,
     devices: Annotated[str | None, Option(help="Processes; 0: one per GPU or core of this machine.")] = None,
-) -> None:
+) -> Answer:
     """Writes a commented job file for a task. In a terminal, asks for what no option says."""
     given, ask = {"task": task, "data": data, "model": model, "devices": devices}, sys.stdin.isatty() and typer.prompt
-    for line in quick_import("shardwise.launch.init_job").write_job(out, given, ask):
-        print_line(line)
+    lines = list(quick_import("shardwise.launch.init_job").write_job(out, given, ask))
+    return Answer({"file": str(out)}, "\n".join(lines))
 
 
 def submit(
@@ -132,6 +132,26 @@ def sweep(
         return Answer(rows, ok=False)
     best = ran[0]
     return Answer(rows, f"best:       {best.name}, loss {best.loss:.4f} at step {best.step}, {best.folder}")
+
+
+def tune(
+    job_file: JobFile = None,
+    overrides: Overrides = None,
+    top: Annotated[int, Option(min=1, help="Number of layouts to measure.")] = 8,
+    minutes: Annotated[float, Option(min=0.1, help="Time for all of them.")] = 5.0,
+    processes: Annotated[int | None, Option(min=1, help="Processes; default: one for each device or core.")] = None,
+    out: Annotated[Path | None, Option("--out", "-o", help="Folder to write; default: runs/tune-JOB.")] = None,
+) -> Answer:
+    """Trains the planner's best layouts on this machine for a few steps each and keeps the fastest.
+
+    Writes a job with that layout, a cluster file that makes later plans better, and a page."""
+    job = load_job(job_file, [*(overrides or []), *[f"run.processes={processes}"] * bool(processes)])
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    module = quick_import("shardwise.launch.tune")
+    out = out or Path("runs", f"tune-{job_file.stem if job_file else 'job'}")
+    found = module.tune_job(job, top, minutes, out, print_line)
+    text = Path(module.__file__).parent / "templates" / "tune.txt"
+    return Answer(found, fill_in(text, found | {"format_seconds": format_seconds}))
 
 
 def preflight(folder: Path) -> Answer | None:
@@ -289,7 +309,8 @@ def trace(
 
 
 COMMANDS: dict[str, Any] = {
-    function.__name__: function for function in (init, where, submit, sweep, watch, report, compare, trace, sample)
+    function.__name__: function
+    for function in (init, where, submit, sweep, tune, watch, report, compare, trace, sample)
 }
 COMMANDS |= {"env": where, "eval": evaluate, "export": export, "merge": merge, "drift": drift}
 laws = typer.Typer(
