@@ -6,12 +6,8 @@ import json
 import os
 import sys
 import tomllib
-from collections.abc import Callable
-from contextlib import nullcontext
-from functools import wraps
-from inspect import Parameter, signature
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -19,14 +15,13 @@ from rich.table import Table
 from typer import Argument, Option
 
 from shardwise import __version__, cli_commands, quick_import
-from shardwise.cli_commands import JobFile, JsonFlag, LayoutOption, Overrides
-from shardwise.console import Answer, elapsed_shown, print_answer, print_line, quietly
+from shardwise.cli_commands import Commands, JobFile, JsonFlag, LayoutOption, Overrides
+from shardwise.console import Answer, print_answer, print_line
 from shardwise.errors import EXIT_UNFINISHED, JobError, ShardwiseError
 from shardwise.job import Job, load_job
 
 KEYS = {key for key in Job.model_fields if key not in ("model", "data", "batch", "optimizer", "run")}
-MAX_OPTIONS = {"seed": 2**63 - 1, "processes": 1000, "budgets": 100, "sizes": 100}  # of all others: a million
-app = typer.Typer(
+app = Commands(
     name="shardwise", no_args_is_help=True, pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # the rich markup would take "[data]" for a style
     help="Distributed training of PyTorch models in any parallel layout, verified against a single process.",
@@ -212,7 +207,7 @@ def calibrate(
     return Answer({"file": str(out), **tomllib.loads(out.read_text(encoding="utf-8"))}, text)
 
 
-bench = typer.Typer(no_args_is_help=True, rich_markup_mode="markdown", help="Benchmarks of this machine.")
+bench = Commands(no_args_is_help=True, rich_markup_mode="markdown", help="Benchmarks of this machine.")
 app.add_typer(bench, name="bench")
 
 
@@ -291,46 +286,6 @@ def data(
     job = load_job(preview_file or job_file, overrides or [])
     lines = list(quick_import("shardwise.data.make_sources").preview_job(job, count, sys.stdout.isatty()))
     return Answer(lines, "\n".join(lines))
-
-
-def _complete(commands: typer.Typer) -> None:
-    """Gives every command what all have: --quiet, --json, a bound for every number, the time that it takes."""
-    for command in commands.registered_commands:
-        assert command.callback is not None
-        for name, hint in get_type_hints(command.callback, include_extras=True).items():
-            for option in getattr(hint, "__metadata__", ()):
-                if option.min is not None and option.max is None:
-                    option.max = MAX_OPTIONS.get(name, 10**6)
-        command.callback = _with_common_options(command.callback)
-    for group in commands.registered_groups:
-        _complete(group.typer_instance)  # type: ignore[arg-type]
-
-
-def _with_common_options(function: Callable[..., Answer | None]) -> Callable[..., None]:
-    given = signature(function)
-    common: dict[str, Any] = {"quiet": cli_commands.QuietFlag}
-    if "as_json" not in given.parameters and "Answer" in str(given.return_annotation):
-        common["as_json"] = JsonFlag
-
-    @wraps(function)
-    def run(quiet: bool, as_json: bool = False, **options: Any) -> None:
-        is_shown = function not in (train, cli_commands.watch, cli_commands.init)  # others say nothing for long
-        with quietly() if quiet or as_json else elapsed_shown(function.__name__) if is_shown else nullcontext():
-            answer = function(**options, **{"as_json": as_json} if "as_json" in given.parameters else {})
-        if answer is not None:
-            text = json.dumps(answer.data) if as_json else answer.text
-            if text:
-                print_answer(text)
-            if not answer.ok:
-                raise typer.Exit(1)
-
-    added = [Parameter(name, Parameter.KEYWORD_ONLY, default=False, annotation=kind) for name, kind in common.items()]
-    run.__signature__ = given.replace(parameters=[*given.parameters.values(), *added])  # type: ignore[attr-defined]
-    run.__annotations__ = function.__annotations__ | common
-    return run
-
-
-_complete(app)
 
 
 def main() -> None:

@@ -4,15 +4,19 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import wraps
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from rich.console import Console
-from typer import Argument, Option
+from typer import Argument, Exit, Option
 
 from shardwise import quick_import
-from shardwise.console import Answer, fill_in, format_seconds, print_answer, print_line
+from shardwise.console import Answer, elapsed_shown, fill_in, format_seconds, print_answer, print_line, quietly
 from shardwise.errors import DataError, JobError
 from shardwise.files import malformed_as_data_error, require_parent_folder, write_text
 from shardwise.job import load_job
@@ -23,6 +27,44 @@ LayoutOption = Annotated[str | None, Option(help='Layout, e.g. "shard=4 tensor=2
 RunArgument = Annotated[Path, Argument(help="Run folder.")]
 JsonFlag = Annotated[bool, Option("--json", help="Print JSON instead of text.")]
 QuietFlag = Annotated[bool, Option("--quiet", "-q", help="Print nothing but the result and errors.")]
+MAX_OPTIONS = {"seed": 2**63 - 1, "processes": 1000, "budgets": 100, "sizes": 100}  # of all others: a million
+
+
+class Commands(typer.Typer):
+    """Gives every command what all have: --quiet, --json, a bound for every number, the time that it takes."""
+
+    def command(self, *names: str, **options: Any) -> Callable[..., Any]:  # type: ignore[override]
+        register = super().command(*names, **options)
+        return lambda function: register(_with_common_options(function))
+
+
+def _with_common_options(function: Callable[..., Answer | None]) -> Callable[..., None]:
+    given = signature(function)
+    for name, hint in get_type_hints(function, include_extras=True).items():
+        for option in getattr(hint, "__metadata__", ()):
+            if option.min is not None and option.max is None:
+                option.max = MAX_OPTIONS.get(name, 10**6)
+    own = {"as_json"} & given.parameters.keys()
+    common: dict[str, Any] = {"quiet": QuietFlag}
+    if not own and "Answer" in str(given.return_annotation):
+        common["as_json"] = JsonFlag
+
+    @wraps(function)
+    def run(quiet: bool, as_json: bool = False, **options: Any) -> None:
+        is_silent = function.__name__ not in ("train", "watch", "init")  # these say what they do
+        with quietly() if quiet or as_json else elapsed_shown(function.__name__) if is_silent else nullcontext():
+            answer = function(**options, **dict.fromkeys(own, as_json))
+        if answer is None:
+            return
+        if text := json.dumps(answer.data) if as_json else answer.text:
+            print_answer(text)
+        if not answer.ok:
+            raise Exit(1)
+
+    added = [Parameter(name, Parameter.KEYWORD_ONLY, default=False, annotation=kind) for name, kind in common.items()]
+    run.__signature__ = given.replace(parameters=[*given.parameters.values(), *added])  # type: ignore[attr-defined]
+    run.__annotations__ = function.__annotations__ | common
+    return run
 
 
 def where(
@@ -313,7 +355,7 @@ COMMANDS: dict[str, Any] = {
     for function in (init, where, submit, sweep, tune, watch, report, compare, trace, sample)
 }
 COMMANDS |= {"env": where, "eval": evaluate, "export": export, "merge": merge, "drift": drift}
-laws = typer.Typer(
+laws = Commands(
     no_args_is_help=True, rich_markup_mode="markdown",
     help="Scaling laws: choose model size and token count for a compute budget.",
 )  # fmt: skip
