@@ -1,5 +1,5 @@
 // The page of a run, and of runs compared.
-const AXES = (unit) => [["step", "step"], [unit === "samples" ? "samples" : "tokens", unit], ["time", "time (hours)"]];
+const AXES = (unit) => [["step", "step"], [unit === "samples" ? "samples" : "tokens", unit], ["time", "time"]];
 const segmentKey = (run) => [run.segmentIndex, curveView()];
 
 const PANELS = [
