@@ -181,12 +181,14 @@ function drawMarks(u, marks) {
   let free = -Infinity;
   u.ctx.save();
   u.ctx.font = `${11 * devicePixelRatio}px system-ui`;
-  for (const [at, text, isAlert] of marks) {
+  u.ctx.textAlign = "left"; u.ctx.textBaseline = "alphabetic";
+  for (let [at, text, isAlert] of marks) {
     const x = u.valToPos(at, "x", true);
     if (x < u.bbox.left - 1 || x > u.bbox.left + u.bbox.width + 1) continue;
     u.ctx.strokeStyle = u.ctx.fillStyle = css(isAlert ? "--mark" : "--dim");
     u.ctx.setLineDash([4, 4]);
     u.ctx.beginPath(); u.ctx.moveTo(x, u.bbox.top); u.ctx.lineTo(x, u.bbox.top + u.bbox.height); u.ctx.stroke();
+    if (u.ctx.measureText(text).width > 0.7 * u.bbox.width) text = text.slice(0, Math.floor(text.length * 0.7 * u.bbox.width / u.ctx.measureText(text).width)) + "\u2026";
     const wide = u.ctx.measureText(text).width, left = Math.min(x + 3, u.bbox.left + u.bbox.width - wide);
     if (left > free) { u.ctx.fillText(text, left, u.bbox.top + 12 * devicePixelRatio); free = left + wide; }
   }
