@@ -26,11 +26,9 @@ HEATMAP_COLUMNS, HEATMAP_ROWS = 240, 128
 MAX_EVENTS = 400
 CURVES = ("grad_norm", "lr", "tokens_per_s", "mfu", "memory_gib", "loss_scale", "gradient_compression_ratio",
          "expert_imbalance", "expert_drop_fraction")  # fmt: skip
-HEADERS = (
-    "run", "status", "layout", "steps", "samples", "loss", "validation loss", "mean step time", "throughput", "goodput",
-)  # fmt: skip
-# The other axes use several kinds.
-COLLECTIVES = {"replicate": "all-reduce", "world": "all-reduce", "expert": "all-to-all"}
+HEADERS = ("run", "status", "layout", "steps", "samples", "loss", "validation loss", "mean step time", "throughput",
+           "goodput")  # fmt: skip
+COLLECTIVES = {"replicate": "all-reduce", "world": "all-reduce", "expert": "all-to-all"}  # other axes use several kinds
 
 
 def category_label(kind: str, name: str) -> str:
@@ -176,8 +174,8 @@ def memory_table(run: RunData) -> dict[str, Any]:
     prediction, layout = run.plan.get("predicted", {}), run.layout
     stages = [sum(v for key, v in row.items() if key != "pipeline_rank") for row in prediction.get("memory_gib", [])]
     per_stage = layout.world // layout.pipeline if layout is not None else 1
-    limit = prediction.get("device_memory_gib")
-    return {"limit": limit, "gib": run.memory, "predicted": stages, "ranks_per_stage": per_stage}
+    known = {"gib": run.memory, "predicted": stages, "ranks_per_stage": per_stage}
+    return known | {"limit": prediction.get("device_memory_gib")}
 
 
 def mesh_summary(run: RunData) -> dict[str, Any] | None:

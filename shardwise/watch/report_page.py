@@ -1,8 +1,8 @@
 """What is written of a run: its page, a trace, and the step time breakdown at its end.
 
-A page is one HTML document (`assets/page.html`) that contains its styles, scripts and data. uPlot (`assets/uPlot.LICENSE`)
-draws the curves. The data is embedded as escaped JSON, and the scripts insert it as text, never as markup. The content
-security policy blocks every request but those to the page's own server.
+A page is one HTML document (`assets/page.html`) that contains its styles, scripts and data; uPlot draws the curves. The
+data is embedded as escaped JSON, and the scripts insert it as text, never as markup. The content security policy blocks
+every request but those to the page's own server.
 
 The trace is for Perfetto or chrome://tracing, with all ranks on the clock of rank 0. Each rank has a row of steps and,
 below it, a row that breaks each step down by cause. The durations in the breakdown are measured; their order within a
@@ -25,13 +25,11 @@ from shardwise.watch.page_data import category_label, page_data, seconds_by_rank
 from shardwise.watch.run_data import TIME_CATEGORIES, RunData, goodput
 
 ASSETS = Path(__file__).parent / "assets"
+SCRIPTS = "elements", "charts", "run_panels", "rank_panels", "run_page", "run_list", "page"  # in the order of loading
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
     "img-src data:; base-uri 'none'"
 )
-
-
-SCRIPTS = "elements", "charts", "run_panels", "rank_panels", "run_page", "run_list", "page"  # in the order of loading
 
 
 def render_page(payload: dict[str, Any], title: str, live_url: str = "") -> str:
@@ -77,14 +75,12 @@ def time_table(run: RunData) -> list[str]:
     if not times.size:
         return []
     shown = [index for index in range(len(TIME_CATEGORIES)) if times[index].max() >= 0.005 * times.sum(0).max()]
-    headers = ["rank", *(category_label(*TIME_CATEGORIES[index]) for index in shown), "GiB"]
+    rows = [["rank", *(category_label(*TIME_CATEGORIES[index]) for index in shown), "GiB"]]
     memory = run.memory.get("peak", [])
-    rows = [headers]
     order = np.argsort(times[shown[0]], kind="stable").tolist()  # by compute
     chosen = [order[0], order[len(order) // 2], *order[-3:]] if len(order) > MAX_RANKS else sorted(order)
     for rank in chosen:
-        gib = f"{memory[rank]:.2f}" if rank < len(memory) else ""
-        rows.append([str(rank), *(f"{value:.1f}" for value in times[shown, rank]), gib])
+        rows.append([str(rank), *(f"{value:.1f}" for value in times[shown, rank]), f"{memory[rank]:.2f}"])
     return ["step time breakdown, ms:", *(f"  {line}" for line in align_columns(rows))]
 
 

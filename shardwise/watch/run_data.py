@@ -273,10 +273,8 @@ def to_json_list(values: np.ndarray, digits: int = 5) -> list[float | None]:
     return [float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in values.tolist()]
 
 
-LOST_TIME_CAUSE = {
-    "rollback": "rollback", "killed": "restart", "suspended": "restart", "hung": "restart", "failed": "restart",
-    "resumed": "restart",
-}  # fmt: skip
+RESTARTS = ("killed", "suspended", "hung", "failed", "resumed")
+LOST_TIME_CAUSE = {"rollback": "rollback", **dict.fromkeys(RESTARTS, "restart")}
 END_EVENTS = ("finished", "stopped")
 MAX_SILENCE = 3600.0  # seconds without a record of a run that starts or restarts
 MEASURED_SECONDS = {"checkpoint": "stall_seconds", "validation": "seconds"}  # fields of these events

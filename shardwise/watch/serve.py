@@ -55,8 +55,7 @@ def _load(path: Path, time_ns: int, size: int) -> Any:
 
 def list_row(path: Path) -> dict[str, Any]:
     """Returns the columns of a run; an error of one run is its status and does not hide the others."""
-    found: dict[str, Any] = {}
-    errors = []
+    found, errors = dict[str, Any](), list[str]()
     for name in ("job.toml", "plan.toml", "metrics.jsonl", "events.jsonl", "notes.json"):
         try:
             stat = (path / name).stat()
@@ -66,8 +65,8 @@ def list_row(path: Path) -> dict[str, Any]:
         except (OSError, ValueError, UserError) as error:
             errors.append(str(error))
     metrics, events = found.get("metrics.jsonl", {}), found.get("events.jsonl", {})
-    status = "running" if is_running(path) else "not finished"
-    status = events["event"] if events.get("event") in END_EVENTS else status
+    ended = events.get("event") in END_EVENTS
+    status = events["event"] if ended else "running" if is_running(path) else "not finished"
     times = [time for log in (events, metrics) for time in (log.get("begin"), log.get("time")) if to_float(time) > 0]
     return {
         "status": " ".join(errors) or status, "layout": found.get("plan.toml", ""), "step": metrics.get("step") or 0,

@@ -16,11 +16,18 @@ function saveView() {
 const zoom = () => view.from !== "" && view.to !== "" && isNumber(+view.from) && +view.to > +view.from ? [+view.from, +view.to] : null;
 const curveView = () => [view.x, view.log, view.smooth];  // what a panel of curves depends on; plots follow the zoom by themselves
 
-function axisLabel(unit) { return view.x === "tokens" ? unit : view.x === "time" ? "hours" : view.x === "samples" ? "samples" : "step"; }
+let timeUnit = ["hours", 1];  // and how many of them an hour has
+
+function chooseTimeUnit(all) {
+  const most = Math.max(0, ...all.flatMap((series) => series.hours ? series.hours.slice(-1) : []).filter(isNumber));
+  timeUnit = most < 0.1 ? ["seconds", 3600] : most < 3 ? ["minutes", 60] : ["hours", 1];
+}
+
+function axisLabel(unit) { return view.x === "tokens" ? unit : view.x === "time" ? timeUnit[0] : view.x === "samples" ? "samples" : "step"; }
 
 function axisOf(series) {
   // The x values of a run's curves. They only grow, although a clock may have been set back.
-  const values = view.x === "tokens" ? series.samples.map((n) => n * (series.per_sample || 1)) : view.x === "time" ? series.hours : view.x === "samples" ? series.samples : series.step;
+  const values = view.x === "tokens" ? series.samples.map((n) => n * (series.per_sample || 1)) : view.x === "time" ? (series.hours || []).map((x) => isNumber(x) ? x * timeUnit[1] : x) : view.x === "samples" ? series.samples : series.step;
   let last = -Infinity;
   return values && values.length === series.loss.length ? values.map((x) => last = Math.max(last, isNumber(x) ? x : last === -Infinity ? 0 : last)) : series.step;
 }
@@ -54,6 +61,19 @@ const formatTick = (x) => x === null ? "" : Math.abs(x) >= 1e4 ? formatCount(x) 
 const smoothing = () => +view.smooth > 0;
 const faint = (shade) => `${shade}55`;
 
+function logTicks(u, axis, low, high) {
+  // uPlot's own ticks are for whole decades; these are round numbers between any two.
+  const ticks = [], decades = Math.log10(high / low);
+  if (decades < 1) {
+    const rough = (high - low) / 5, power = 10 ** Math.floor(Math.log10(rough)), step = [1, 2, 5, 10].find((n) => n * power >= rough) * power;
+    for (let n = Math.ceil(low / step); n * step <= high && ticks.length < 20; n++) ticks.push(+(n * step).toPrecision(6));
+    return ticks;
+  }
+  const every = Math.ceil(decades / 8);
+  for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power += every) for (const n of decades < 4 ? [1, 2, 5] : [1]) ticks.push(+`${n}e${power}`);
+  return ticks.filter((x) => x >= low && x <= high);
+}
+
 function linePlot(id, box, data, lines, options = {}) {
   // Reuses a plot with the same lines, so that the cursor survives an update.
   const log = options.log !== false && view.log === "1" && data.slice(1).some((row) => row.some((x) => x > 0));
@@ -77,7 +97,7 @@ function linePlot(id, box, data, lines, options = {}) {
     width, height: options.height || 240, scales: { x: { time: false }, y: { distr: log ? 3 : 1, ...(range ? { range } : {}) } },
     legend: { live: true }, padding: [8, 16, 0, 0],
     cursor: { drag: { x: true, y: false, setScale: false }, sync: { key: "page" }, bind: { mousedown: (u, target, begin) => (event) => event.shiftKey ? startPan(u, event) : begin(event), dblclick: () => () => setZoom(null) } },
-    axes: [{ ...axis, space: narrow ? 70 : 60, values: (u, all) => all.map(formatX) }, { ...axis, size: narrow ? 50 : 58, values: (u, all) => all.map(formatTick) }],
+    axes: [{ ...axis, space: narrow ? 70 : 60, values: (u, all) => all.map(formatX) }, { ...axis, size: narrow ? 50 : 58, values: (u, all) => all.map(formatTick), ...(log ? { splits: logTicks, filter: (u, all) => all } : {}) }],
     bands: options.bands || [],
     series: [{ label: options.x || "step", value: (u, x, n, index) => formatX(index === null ? last(u.data[0]) : x) }, ...lines.map((line) => ({
       width: 1.5, points: { show: data[0].length < 3 }, value: (u, x, n, index) => formatNumber(index === null ? last(u.data[n]) : x), spanGaps: true, ...line }))],
@@ -161,12 +181,14 @@ function drawMarks(u, marks) {
   let free = -Infinity;
   u.ctx.save();
   u.ctx.font = `${11 * devicePixelRatio}px system-ui`;
-  for (const [at, text, isAlert] of marks) {
+  u.ctx.textAlign = "left"; u.ctx.textBaseline = "alphabetic";
+  for (let [at, text, isAlert] of marks) {
     const x = u.valToPos(at, "x", true);
     if (x < u.bbox.left - 1 || x > u.bbox.left + u.bbox.width + 1) continue;
     u.ctx.strokeStyle = u.ctx.fillStyle = css(isAlert ? "--mark" : "--dim");
     u.ctx.setLineDash([4, 4]);
     u.ctx.beginPath(); u.ctx.moveTo(x, u.bbox.top); u.ctx.lineTo(x, u.bbox.top + u.bbox.height); u.ctx.stroke();
+    if (u.ctx.measureText(text).width > 0.7 * u.bbox.width) text = text.slice(0, Math.floor(text.length * 0.7 * u.bbox.width / u.ctx.measureText(text).width)) + "\u2026";
     const wide = u.ctx.measureText(text).width, left = Math.min(x + 3, u.bbox.left + u.bbox.width - wide);
     if (left > free) { u.ctx.fillText(text, left, u.bbox.top + 12 * devicePixelRatio); free = left + wide; }
   }

@@ -11,6 +11,7 @@ const redraw = () => {
 
 readView();
 const axes = isList ? [] : AXES((isComparison ? latest.runs[0].unit : latest.unit) || "tokens");
+if (!isList) chooseTimeUnit(isComparison ? latest.runs : [latest.series]);
 const controls = isList ? null : toolbar(isComparison ? [...axes.slice(1), axes[0]] : axes, () => show(latest));  // runs may differ in their batch
 show(latest);
 

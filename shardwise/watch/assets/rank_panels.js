@@ -51,7 +51,8 @@ function drawHeatmap(parent, run) {
 
 function drawTimeline(parent, run) {
   const p = run.pipeline;
-  if (!p) return parent.append(dim("This layout has no pipeline parallelism: every rank runs all layers."));
+  const stages = run.mesh ? Object.fromEntries(run.mesh.axes).pipeline : 1;
+  if (!p) return parent.append(dim(stages > 1 ? "The plan of this layout is not in the run folder, so its schedule is not known." : "This layout has no pipeline parallelism: every rank runs all layers."));
   const timelines = [["predicted", p.predicted], ["measured", p.measured]].filter((row) => row[1]);
   const rows = [["predicted by the plan", p.predicted], ["measured", p.measured]].filter((row) => row[1]);
   parent.append(table(["pipeline bubble", "share of pipeline time"], rows.map(([name, timeline]) => [name, formatPercent(timeline.bubble)])));

@@ -1,12 +1,12 @@
 // The page of a run, and of runs compared.
-const AXES = (unit) => [["step", "step"], [unit === "samples" ? "samples" : "tokens", unit], ["time", "time (hours)"]];
+const AXES = (unit) => [["step", "step"], [unit === "samples" ? "samples" : "tokens", unit], ["time", "time"]];
 const segmentKey = (run) => [run.segmentIndex, curveView()];
 
 const PANELS = [
   ["loss", "Loss", drawLoss, true, (run) => [run.series, run.events, run.allSegments.length, curveView()]],
   ["time", "Step time breakdown", drawTimeBreakdown, true, (run) => [run.time_breakdown, segmentKey(run)]],
   ["heat", "Busy time per rank", drawHeatmap, true, (run) => [run.heatmap, run.ranks]],
-  ["pipeline", "Pipeline timeline: predicted and measured", drawTimeline, true, (run) => run.pipeline],
+  ["pipeline", "Pipeline timeline: predicted and measured", drawTimeline, true, (run) => [run.pipeline, run.mesh && run.mesh.axes]],
   ["memory", "Memory per rank", drawMemory, false, (run) => run.memory],
   ["mesh", "Device mesh", drawMesh, false, (run) => [run.mesh, run.ranks]],
   ["plan", "Plan: predicted and measured", drawPlan, false, (run) => [run.plan, planRows(run)]],
@@ -17,7 +17,7 @@ const PANELS = [
 ];
 
 function tilesOf(run) {
-  const f = run.figures, last = run.series.loss[run.series.loss.length - 1], speed = f.units / f.step_seconds;
+  const f = run.figures, last = run.series.loss[run.series.step.findLastIndex((step) => step <= f.done)], speed = f.units / f.step_seconds;
   if (!f.done) return [["steps", "none yet"]];
   const shown = isNumber(last) ? last.toFixed(4) : run.series.non_finite_losses.length ? run.series.non_finite_losses.slice(-1)[0][1] : "unknown";
   return [
