@@ -304,9 +304,7 @@ def test_shards_are_the_folder(tmp_path: Path) -> None:
     plain = image.open(path).crop((3, 0, 21, 18)).resize((16, 16), image.Resampling.BILINEAR)
     plain = (np.asarray(plain, np.float64) / 255 - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
     read = one[0].read_images(np.array([5]))[0][0]
-    assert np.allclose(
-        read[:, :, 1:-1], plain.transpose(2, 0, 1)[:, :, 1:-1], atol=0.02
-    )  # edges differ
+    assert np.allclose(read[:, :, 1:-1], plain.transpose(2, 0, 1)[:, :, 1:-1], atol=0.02)  # edges differ
 
 
 @pytest.mark.parametrize("write", [write_shards])
