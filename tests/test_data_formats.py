@@ -29,6 +29,7 @@ from shardwise.models.chain import IGNORE_INDEX
 from shardwise.parallel.prepare import prepare
 from shardwise.train.loop import TrainingLoop
 from shardwise.train.run_folder import RunFolder
+from shardwise.train.validate import open_validation_sets
 
 DOCUMENTS = [f"Document {n}: " + "to be, or not to be? ünïcode " * (1 + n % 5) for n in range(40)]
 LINES = "".join(json.dumps({"text": text, "id": n}) + "\n" for n, text in enumerate(DOCUMENTS)).encode()
@@ -322,6 +323,13 @@ def test_a_folder_for_validation(tmp_path: Path) -> None:
     assert (len(training), len(held_out)) == (15, 6) and training.augment is not None and held_out.augment is None
     record.is_new = False
     assert not record.changes()
+    sets = {"mine": {"path": str(tmp_path / "val"), "source": "images"}}
+    job = make_job(
+        image_job(tmp_path / "train", augment=["flip"]).model_dump(exclude_none=True) | {"validation": {"sets": sets}}
+    )
+    opened = open_validation_sets(job, None)["mine"]
+    plain, seen = opened.read_images(np.arange(6))[0], opened.samples(np.arange(6), np.arange(6)).tokens.numpy()
+    assert len(opened) == 6 and np.array_equal(plain, seen)  # not augmented
     (tmp_path / "val" / "ants" / "000.png").unlink()
     assert record.changes() == [f"the files in {tmp_path / 'val'} have changed"]
 
