@@ -150,6 +150,9 @@ def test_what_is_damaged_is_one_sentence(tmp_path: Path) -> None:
         assert f"{name} cannot be read: Compressed file ended before the end-of-stream" in problem_of(
             source, tmp_path / name
         )
+    assert "a.jsonl.gz cannot be read: Compressed file ended" in problem_of(
+        "chat", tmp_path / "a.jsonl.gz", on_bad_record="skip"
+    )
     (tmp_path / "c.jsonl.gz").write_bytes(b"no gzip at all")
     assert "c.jsonl.gz cannot be read: Not a gzipped file" in problem_of("jsonl", tmp_path / "c.jsonl.gz")
     (tmp_path / "d.txt.gz").write_bytes(gzip.compress("Grüße".encode("latin-1")))
