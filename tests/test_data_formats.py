@@ -29,6 +29,7 @@ from shardwise.models.chain import IGNORE_INDEX
 from shardwise.parallel.prepare import prepare
 from shardwise.train.loop import TrainingLoop
 from shardwise.train.run_folder import RunFolder
+from shardwise.train.validate import open_validation_sets
 
 DOCUMENTS = [f"Document {n}: " + "to be, or not to be? ünïcode " * (1 + n % 5) for n in range(40)]
 LINES = "".join(json.dumps({"text": text, "id": n}) + "\n" for n, text in enumerate(DOCUMENTS)).encode()
@@ -149,6 +150,9 @@ def test_what_is_damaged_is_one_sentence(tmp_path: Path) -> None:
         assert f"{name} cannot be read: Compressed file ended before the end-of-stream" in problem_of(
             source, tmp_path / name
         )
+    assert "a.jsonl.gz cannot be read: Compressed file ended" in problem_of(
+        "chat", tmp_path / "a.jsonl.gz", on_bad_record="skip"
+    )
     (tmp_path / "c.jsonl.gz").write_bytes(b"no gzip at all")
     assert "c.jsonl.gz cannot be read: Not a gzipped file" in problem_of("jsonl", tmp_path / "c.jsonl.gz")
     (tmp_path / "d.txt.gz").write_bytes(gzip.compress("Grüße".encode("latin-1")))
@@ -304,9 +308,7 @@ def test_shards_are_the_folder(tmp_path: Path) -> None:
     plain = image.open(path).crop((3, 0, 21, 18)).resize((16, 16), image.Resampling.BILINEAR)
     plain = (np.asarray(plain, np.float64) / 255 - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
     read = one[0].read_images(np.array([5]))[0][0]
-    assert np.allclose(
-        read[:, :, 1:-1], plain.transpose(2, 0, 1)[:, :, 1:-1], atol=0.02
-    )  # edges differ
+    assert np.allclose(read[:, :, 1:-1], plain.transpose(2, 0, 1)[:, :, 1:-1], atol=0.02)  # edges differ
 
 
 @pytest.mark.parametrize("write", [write_shards])
@@ -324,6 +326,13 @@ def test_a_folder_for_validation(tmp_path: Path) -> None:
     assert (len(training), len(held_out)) == (15, 6) and training.augment is not None and held_out.augment is None
     record.is_new = False
     assert not record.changes()
+    sets = {"mine": {"path": str(tmp_path / "val"), "source": "images"}}
+    job = make_job(
+        image_job(tmp_path / "train", augment=["flip"]).model_dump(exclude_none=True) | {"validation": {"sets": sets}}
+    )
+    opened = open_validation_sets(job, None)["mine"]
+    plain, seen = opened.read_images(np.arange(6))[0], opened.samples(np.arange(6), np.arange(6)).tokens.numpy()
+    assert len(opened) == 6 and np.array_equal(plain, seen)  # not augmented
     (tmp_path / "val" / "ants" / "000.png").unlink()
     assert record.changes() == [f"the files in {tmp_path / 'val'} have changed"]
 

@@ -48,7 +48,7 @@ class DataFile:
     def of(cls, path: Path, max_size: int | None = None) -> "DataFile":
         """Returns the file, or its first bytes, as it is now; of a folder, the names and sizes of its files."""
         if path.is_dir():
-            found = sorted((str(one.relative_to(path)), one.stat().st_size) for one in path.rglob("[!.]*"))
+            found = sorted((str(f.relative_to(path)), f.stat().st_size) for f in path.rglob("[!.]*") if f.is_file())
             return cls(path, len(found), 0, blake2b(repr(found).encode(), digest_size=16).hexdigest())
         digest = blake2b(digest_size=16)
         with os_errors_as(DataError, f"{path} cannot be read"), path.open("rb") as file:
@@ -172,7 +172,7 @@ class BadRecords:
         names, count = list(self.skipped_files), len(self.skipped_files)
         shown = ", ".join(names[:MAX_SHOWN]) + (f" and {count - MAX_SHOWN} more" if count > MAX_SHOWN else "")
         reason = "not UTF-8 text, so the run does not read them" if count > 1 else "not UTF-8 text, so it is not read"
-        return f"{shown}: {reason}; convert with iconv, or move out of data.path." if names else ""
+        return f"{shown}: {reason}; convert with iconv, move away, or read tables by data.mix." if names else ""
 
     def summary(self) -> str:
         """Returns the number of skipped records and the first few messages; empty if there are none."""
