@@ -12,7 +12,7 @@ from rich.console import Console
 from typer import Argument, Option
 
 from shardwise import quick_import
-from shardwise.console import Answer, fill_in, format_seconds, print_answer, print_line
+from shardwise.console import Answer, fill_in, format_seconds, print_line
 from shardwise.errors import DataError, JobError
 from shardwise.files import malformed_as_data_error, require_parent_folder, write_text
 from shardwise.job import load_job
@@ -195,15 +195,13 @@ def evaluate(
     layout: Annotated[str, Option(help='Layout, e.g. "tensor=2"; default: one process.')] = "",
     step: StepOption = "",
     batch: Annotated[int, Option(min=1, help="Rows that are computed at once.")] = 8,
-    overrides: Overrides = None, as_json: JsonFlag = False,
-) -> None:  # fmt: skip
+    overrides: Overrides = None,
+) -> Answer | None:
     """Evaluates a model on files and tasks: perplexity, multiple choice, exact match, metrics of your own."""
     module = quick_import("shardwise.eval.tasks")
 
     found = module.evaluate(path, data or [], tasks or [], layout, step, overrides or [], batch)
-    if os.environ.get("RANK", "0") == "0":
-        for line in [module.results_json(found)] if as_json else module.results_text(found):
-            print_answer(line)
+    return module.results_answer(found) if os.environ.get("RANK", "0") == "0" else None
 
 
 DtypeOption = Annotated[str, Option(help="float32, bf16, fp16 or float64; auto: as the run's first weights.")]
@@ -252,9 +250,7 @@ def drift(
     module = quick_import("shardwise.export.drift")
 
     require_parent_folder(page)
-    found = module.drift(profile, new, threshold, page)
-    has_drifted = any(column.drifted for column in found)
-    return Answer(json.loads(module.drift_json(found)), module.drift_text(found), not has_drifted)
+    return module.drift_answer(module.drift(profile, new, threshold, page))  # type: ignore[no-any-return]
 
 
 def watch(
