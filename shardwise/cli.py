@@ -112,14 +112,14 @@ def verify(
     steps: Annotated[int, Option(min=3, help="Number of optimizer steps to compare.")] = 3,
     against: Annotated[str | None, Option(help="Compare one process with transformers' module instead: hf.")] = None,
     as_json: JsonFlag = False,
-) -> None:
+) -> Answer | None:
     """Verifies that a layout computes the same losses, gradients and weights as a single process."""
     job = load_job(job_file, overrides or [])
+    if against not in (None, "hf"):
+        raise JobError(f"--against {against} is unknown; known: hf.")
+    command = quick_import("shardwise.verify.command")
     if against is not None:
-        _verify_against(job, against, shrink, as_json)
-        return
-
-    verify_job = quick_import("shardwise.verify.command").verify_job
+        return command.compare_with_transformers(command.shrink_model(job) if shrink else job)  # type: ignore[no-any-return]
 
     console = Console()
     columns = ("layout", "loss", "grad norm", "gradients", "weights", "verdict")
@@ -134,7 +134,7 @@ def verify(
         if sys.stdout.isatty():
             print_line(f"{record.layout}: {'exact' if record.ok else 'DIFFERS'}")
 
-    records = verify_job(job_file, overrides or [], layout or [], shrink, steps, show)
+    records = command.verify_job(job_file, overrides or [], layout or [], shrink, steps, show)
     if not as_json:
         console.print(table)
     failed = [record for record in records if not record.ok]
@@ -142,16 +142,7 @@ def verify(
         print_answer(record.describe())
     if failed:
         raise typer.Exit(1)
-
-
-def _verify_against(job: Any, against: str, shrink: bool, as_json: bool) -> None:
-    if against != "hf":
-        raise JobError(f"--against {against} is unknown; known: hf.")
-    command = quick_import("shardwise.verify.command")
-    found = command.compare_with_transformers(command.shrink_model(job) if shrink else job)
-    print_answer(json.dumps(vars(found) | {"ok": found.ok}) if as_json else found.text())
-    if not found.ok:
-        raise typer.Exit(1)
+    return None
 
 
 @app.command()

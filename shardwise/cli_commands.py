@@ -237,15 +237,13 @@ def evaluate(
     layout: Annotated[str, Option(help='Layout, e.g. "tensor=2"; default: one process.')] = "",
     step: StepOption = "",
     batch: Annotated[int, Option(min=1, help="Rows that are computed at once.")] = 8,
-    overrides: Overrides = None, as_json: JsonFlag = False,
-) -> None:  # fmt: skip
+    overrides: Overrides = None,
+) -> Answer | None:
     """Evaluates a model on files and tasks: perplexity, multiple choice, exact match, metrics of your own."""
     module = quick_import("shardwise.eval.tasks")
 
     found = module.evaluate(path, data or [], tasks or [], layout, step, overrides or [], batch)
-    if os.environ.get("RANK", "0") == "0":
-        for line in [module.results_json(found)] if as_json else module.results_text(found):
-            print_answer(line)
+    return module.results_answer(found) if os.environ.get("RANK", "0") == "0" else None
 
 
 DtypeOption = Annotated[str, Option(help="float32, bf16, fp16 or float64; auto: as the run's first weights.")]
@@ -294,9 +292,7 @@ def drift(
     module = quick_import("shardwise.export.drift")
 
     require_parent_folder(page)
-    found = module.drift(profile, new, threshold, page)
-    has_drifted = any(column.drifted for column in found)
-    return Answer(json.loads(module.drift_json(found)), module.drift_text(found), not has_drifted)
+    return module.drift_answer(module.drift(profile, new, threshold, page))  # type: ignore[no-any-return]
 
 
 def watch(

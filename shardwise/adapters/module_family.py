@@ -10,7 +10,7 @@ import json
 import os
 import runpy
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import fields, replace
 from functools import lru_cache, partial
@@ -121,10 +121,7 @@ def load_task(config: ModuleConfig) -> Task:
 
 class ModuleFamily(Family):
     config = ModuleConfig
-    verify_layouts: ClassVar[Sequence[str]] = (
-        "replicate=2", "shard=2 zero=1", "shard=2 zero=3", "pipeline=2", "pipeline=2 schedule=zero-bubble", "tensor=2",
-        "context=2",
-    )  # fmt: skip
+    verify_layouts = "module"
 
     def task(self, config: Any) -> Task:
         return config.task  # type: ignore[no-any-return]

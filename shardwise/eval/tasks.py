@@ -1,7 +1,6 @@
 """Perplexity of files, and tasks of local files in lm-eval's YAML format: the part of it that needs no code, and
 metrics of one's own, called with the record and the prediction. docs/how-to/evaluate.md lists the keys."""
 
-import json
 import math
 import os
 import statistics
@@ -9,13 +8,14 @@ import string
 import sys
 from ast import literal_eval
 from collections import namedtuple
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 from shardwise.comm.world import run_world
+from shardwise.console import Answer
 from shardwise.data.input_files import DataRecord
 from shardwise.data.text import find_files, read_chunks, source_by_name
 from shardwise.errors import DataError, JobError, shorten
@@ -233,14 +233,11 @@ def evaluate(
     return run_world(run, world, timeout=10.0**6)[0]  # type: ignore[no-any-return]
 
 
-def results_text(results: Results) -> Iterable[str]:
-    """Yields a line per task or file."""
+def results_answer(results: Results) -> Answer:
+    """Returns a line per task or file; in JSON, what is not finite is text."""
+    rows, lines = dict[str, Any](), []
     for name, values in results.items():
+        rows[name] = {key: value if math.isfinite(value) else str(value) for key, value in values.items()}
         shown = (f"{key} {value:{',' if isinstance(value, int) else '.4f'}}" for key, value in values.items())
-        yield f"{name}: {', '.join(shown)}"
-
-
-def results_json(results: Results) -> str:
-    rows = {name: {key: value if math.isfinite(value) else str(value) for key, value in values.items()}
-            for name, values in results.items()}  # fmt: skip
-    return json.dumps(rows)
+        lines.append(f"{name}: {', '.join(shown)}")
+    return Answer(rows, "\n".join(lines))

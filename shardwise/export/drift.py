@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from scipy import special
 
+from shardwise.console import Answer, fill_in
 from shardwise.data.chat import read_conversations
 from shardwise.data.input_files import BadRecords, DataRecord
 from shardwise.data.make_sources import make_sources
@@ -32,6 +33,7 @@ from shardwise.errors import DataError, JobError
 from shardwise.files import parse_json, write_text
 from shardwise.job import Job, make_job
 
+ASSETS = Path(__file__).parent / "assets"
 THRESHOLD, SIGNIFICANCE = 0.1, 0.01
 MIN_SHARE = 1e-4  # of an empty bin
 DUPLICATE_GAIN = 0.02  # a smaller change of the share of repeated documents is none
@@ -203,20 +205,15 @@ def _read_new(old: dict[str, Any], profile: Path, new: str) -> Columns:
     return profile_data(job, tokenizer, new, old["columns"])
 
 
-def drift_text(found: list[ColumnDrift]) -> str:
-    rows = [f"{one.column:<18} PSI {one.psi:7.3f}  p {one.p:8.1e} ({one.test}){'  DRIFTED' * one.drifted}"
-            for one in found]  # fmt: skip
+def drift_answer(found: list[ColumnDrift]) -> Answer:
     moved = [one.column for one in found if one.drifted]
-    return "\n".join([*rows, f"drifted: {', '.join(moved)}." if moved else "no column has drifted."])
-
-
-def drift_json(found: list[ColumnDrift]) -> str:
-    return json.dumps({"drifted": any(one.drifted for one in found), "columns": [asdict(one) for one in found]})
+    text = fill_in(ASSETS / "drift.txt", {"columns": found, "moved": moved})
+    return Answer({"drifted": bool(moved), "columns": [asdict(one) for one in found]}, text, not moved)
 
 
 def drift_page(found: list[ColumnDrift], old: Columns, new: Columns, title: str) -> str:
     """Returns one page without outside files: the histograms of both, side by side, drifted columns first."""
-    template = (Path(__file__).parent / "assets" / "drift.html").read_text(encoding="utf-8")
+    template = (ASSETS / "drift.html").read_text(encoding="utf-8")
     ordered = sorted(found, key=lambda one: (not one.drifted, -one.psi))
     columns = [{**asdict(one), "old": old[one.column], "new": new[one.column]} for one in ordered]
     data = json.dumps({"title": title, "columns": columns}).replace("<", "\\u003c")

@@ -121,7 +121,7 @@ def _write_beside(folder: RunFolder, export: Export, out: Path, checked: str, me
         "checked": checked or "no: exported without --check", "smoke_test": told or "no: exported without --check",
         "versions": {name: _version(name) for name in ("shardwise", "torch", "transformers", "tokenizers")},
         "python": sys.version.split()[0], "job_sha256": _sha256(folder.path / "job.toml"), "sha256": hashes,
-        "data_bytes_and_hashes": data_files, "metrics": measured(folder, export.step), "gates": job.export.gates,
+        "data_bytes_and_hashes": data_files, "metrics": facts["measured"], "gates": job.export.gates,
     }  # fmt: skip
     write_text(out / "proof.json", json.dumps(proof, indent=1) + "\n")
     return told
@@ -187,27 +187,19 @@ def _facts(folder: RunFolder, export: Export, merge: bool) -> dict[str, Any]:
     records = [record for record in folder.metrics() if record.get("step", 0) <= export.step]
     hours = sum(record.get("seconds", 0.0) for record in records) / 3600
     watts = WATTS["GPU" if records and "mfu" in records[-1] else "CPU"]
-    samples, world = export.step * job.samples, int(manifest["world"])
     family, model, is_whole = export.job.family, export.job.model, export.lora is None or merge
     has_config = is_whole and family.has_huggingface_form(model)
     config = family.export_config(model) if has_config else {"architectures": ["program"]} if is_whole else {}
-    found = {name.removeprefix("validation."): value for name, value in measured(folder, export.step).items()
-             if name.startswith("validation.")}  # fmt: skip
     architecture = (config.get("architectures") or ["PeftModel"])[0]
-    is_lm = job.model.is_causal_lm or architecture.endswith(("CausalLM", "LMHeadModel"))
     return {
-        "name": folder.path.resolve().name, "architecture": architecture, "validation": found,
-        "task": "text-generation" if is_lm else "other", "transformers": _version("transformers"),
-        "instance_type": "TextGenerationPipeline" if is_lm else "Pipeline", "precision": job.precision,
-        "description": job.model.description.capitalize(), "step": export.step, "total_steps": job.total_steps,
+        "name": folder.path.resolve().name, "job": job, "step": export.step, "dtype": dtype_name(export.dtype),
+        "architecture": architecture, "library": "pytorch" if is_whole and not has_config else "transformers",
+        "is_lm": job.model.is_causal_lm or architecture.endswith(("CausalLM", "LMHeadModel")),
         "parameters": sum(weight.numel() for _, weight in export.model.named_unique_parameters()),
-        "dtype": dtype_name(export.dtype), "source": job.data.source, "weights": job.model.weights,
-        "samples": list(zip(files.samples, ("for training", "held out"))), "samples_seen": samples,
-        "files": [(Path(name).name, file.size) for name, file in files.files.items()],
-        "tokens": samples * job.model.sequence_length, "batch": job.samples, "lr": job.optimizer.lr,
-        "optimizer": job.optimizer.name, "layout": manifest["layout"], "world": world, "hours": hours, "watts": watts,
-        "flops": 3 * sum(forward_flops(job.model)) * samples, "energy": hours * world * watts / 1000,
-        "library": "pytorch" if is_whole and not has_config else "transformers",
+        "files": [(Path(name).name, file.size) for name, file in files.files.items()], "samples": files.samples,
+        "layout": manifest["layout"], "world": int(manifest["world"]), "hours": hours, "watts": watts,
+        "flops": 3 * sum(forward_flops(job.model)) * (export.step * job.samples),
+        "measured": measured(folder, export.step), "transformers": _version("transformers"),
         "uuid": uuid.uuid4().hex, "time": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S.%f"),
     }  # fmt: skip
 

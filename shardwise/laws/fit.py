@@ -1,6 +1,6 @@
 """Runs to fit a law to, and the scaling law L(N, D) = E + A / N^alpha + B / D^beta, fitted with confidence intervals.
 
-Runs are read from a CSV file or from run folders of `shardwise train`. A CSV file has the columns of `COLUMN_NAMES`, in
+Runs are read from a CSV file or from run folders of `shardwise train`. A CSV file has the columns of `columns.toml`, in
 upper or lower case; others are ignored. Two of parameters, tokens and flops are enough: the third follows from flops =
 6 x parameters x tokens.
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,13 +38,8 @@ from shardwise.train.run_folder import RunFolder
 
 Array = NDArray[np.float64]
 RunRow = tuple[str, float, float, float, float]  # name, parameters, tokens, loss, FLOPs
-QUANTITIES = ("parameters", "tokens", "loss", "flops")
-COLUMN_NAMES = {
-    "parameters": "parameters", "params": "parameters", "n": "parameters", "n_params": "parameters",
-    "tokens": "tokens", "d": "tokens", "n_tokens": "tokens", "training_tokens": "tokens",
-    "loss": "loss", "final_loss": "loss",
-    "flops": "flops", "c": "flops", "compute": "flops", "training_flops": "flops",
-}  # fmt: skip
+COLUMNS = tomllib.loads(Path(__file__).with_name("columns.toml").read_text(encoding="utf-8"))
+QUANTITIES, COLUMN_NAMES = tuple(COLUMNS), {name: quantity for quantity, names in COLUMNS.items() for name in names}
 PARAMETER_SCOPES = {"all": "including embeddings and head", "blocks": "without embeddings and head"}
 FINAL_LOSS_FRACTION = 0.05  # without validation, the final loss is the mean training loss of this last part of a run
 
@@ -65,9 +60,8 @@ class Runs:
         return len(self.names)
 
     def select(self, selection: Any) -> "Runs":
-        indices = np.arange(len(self))[selection]
-        columns = {quantity: getattr(self, quantity)[indices] for quantity in QUANTITIES}
-        return replace(self, names=tuple(self.names[index] for index in indices), **columns)
+        columns = {quantity: getattr(self, quantity)[selection] for quantity in QUANTITIES}
+        return replace(self, names=tuple(np.array(self.names)[selection].tolist()), **columns)
 
 
 def read_runs(paths: Sequence[Path], parameter_scope: str = "all") -> Runs:
@@ -86,8 +80,8 @@ def read_runs(paths: Sequence[Path], parameter_scope: str = "all") -> Runs:
 
 
 def _runs_from_rows(rows: Sequence[RunRow], parameter_scope: str) -> Runs:
-    names, parameters, tokens, loss, flops = zip(*rows)
-    return Runs(names, np.array(parameters), np.array(tokens), np.array(loss), np.array(flops), parameter_scope)
+    names, *columns = zip(*rows)
+    return Runs(names, *map(np.array, columns), parameter_scope)
 
 
 def read_csv(path: Path, parameter_scope: str = "all") -> Runs:
@@ -159,7 +153,7 @@ def count_parameters(model: DecoderConfig, parameter_scope: str) -> int:
 
 
 FloatOrArray = Any  # a float or an array of floats
-CONSTANTS, RANGES = ("E", "A", "B", "alpha", "beta"), ("parameters", "tokens", "flops")
+RANGES = ("parameters", "tokens", "flops")
 MAX_FLOPS = 1e32  # of a budget: a million times the largest runs
 
 HUBER_DELTA = 1e-3
@@ -174,8 +168,7 @@ COARSE_STEPS, NUM_REFINED = 25, 8  # search steps from every start; how many of 
 BOUNDS = [(-12.0, 6.0), (-16.0, 6.0), (-16.0, 6.0), (1e-4, 4.0), (1e-4, 4.0)]
 
 
-@dataclass(frozen=True)
-class ScalingLaw:
+class ScalingLaw(NamedTuple):
     E: FloatOrArray  # irreducible loss
     A: FloatOrArray
     B: FloatOrArray
@@ -196,8 +189,8 @@ class ScalingLaw:
         reducible = np.float64(loss - self.E - self.A / N**self.alpha)
         return float((self.B / reducible) ** (1 / self.beta)) if reducible > 0 else np.inf
 
-    def as_array(self) -> Array:
-        return np.array([self.E, self.A, self.B, self.alpha, self.beta])
+
+CONSTANTS = ScalingLaw._fields
 
 
 @dataclass(frozen=True)
@@ -269,7 +262,7 @@ def bootstrap(runs: Runs, point: Array, bootstrap_samples: int, seed: int) -> Sc
     each time, which makes intervals a fifth too wide with a few dozen runs."""
     weights = np.random.default_rng(seed).standard_exponential((bootstrap_samples, len(runs)))
     laws = [_law_at(runs, _minimize(runs, point, row / row.mean()).x) for row in weights]
-    return ScalingLaw(*np.array([law.as_array() for law in laws]).T)
+    return ScalingLaw(*np.array(laws).T)
 
 
 def _minimize(runs: Runs, start: Any, weights: Any = 1.0, steps: int = 1000) -> Any:
@@ -366,7 +359,7 @@ def fit_as_dict(fit: ScalingLawFit) -> dict[str, Any]:
         "fitted_ranges": {key: [float(getattr(runs, key).min()), float(getattr(runs, key).max())] for key in RANGES},
         "compute_optimal": {"parameters_exponent": exponent, "tokens_exponent": 1 - exponent},
         "residuals": [dict(zip(columns, row)) for row in rows],
-        "bootstrap_samples": [[float(f"{value:.9g}") for value in row] for row in fit.bootstrap_samples.as_array().T],
+        "bootstrap_samples": [[float(f"{value:.9g}") for value in row] for row in np.array(fit.bootstrap_samples).T],
     }
 
 
@@ -399,7 +392,7 @@ def parse_fitted_law(values: Any, source: str) -> FittedLaw:
     ranges = {key: (float(low), float(high)) for key, (low, high) in values["fitted_ranges"].items()}
     if scope not in PARAMETER_SCOPES or set(ranges) != set(RANGES) or not len(samples):
         raise ValueError("invalid parameter_scope, fitted_ranges or bootstrap_samples")
-    numbers = np.concatenate([law.as_array(), samples.ravel(), *ranges.values()])
+    numbers = np.concatenate([law, samples.ravel(), *ranges.values()])
     if not (numbers.min() > 0 and numbers.max() < 1e100 and 0 <= residual_std <= 100):
         raise ValueError("a constant or range is not positive and finite")
     return FittedLaw(law, ScalingLaw(*samples.T), residual_std, ranges, scope, source)

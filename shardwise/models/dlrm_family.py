@@ -54,10 +54,7 @@ class DLRMConfig(ModelConfig):
 class DLRMFamily(Family):
     config = DLRMConfig
     builder = "shardwise.models.dlrm:DenseDLRM"
-    verify_layouts = (
-        "replicate=2", "shard=2 zero=1", "shard=2 zero=2", "shard=3 zero=3", "replicate=2 shard=2 zero=2",
-        "replicate=4 micro_batch=2", "shard=8 zero=1",
-    )  # fmt: skip
+    verify_layouts = "dlrm"
 
     def refusals(self, config: DLRMConfig) -> dict[str, str]:
         data_parallel_only = "a DLRM supports data parallelism and sharded tables only; use shard or replicate."

@@ -49,8 +49,7 @@ class Family:
     builder: ClassVar[str]
     """The function that `build` calls, as `package.module:function`, so that it is imported only when it is needed."""
     objective_class: ClassVar[str] = ""  # that of the training objective, likewise; empty: next-token prediction
-    verify_layouts: ClassVar[Sequence[str]] = ()
-    """Layouts that `shardwise verify` proves by default; empty: the standard list."""
+    verify_layouts: ClassVar[str] = "default"  # those that `shardwise verify` proves by default, in its layouts.toml
 
     def build(self, config: Any, seed: int) -> Chain:
         """Returns the model on the current default device, uninitialized. `seed` keys its dropout masks."""

@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import shardwise
 from shardwise.adapters.module_chain import KeepFloat64
-from shardwise.console import format_count, pluralize
+from shardwise.console import Answer, fill_in, format_count, pluralize
 from shardwise.errors import JobError, UserError
 from shardwise.files import cache_folder, parse_toml, write_text
 from shardwise.job import BatchConfig, GradientConfig, Job, load_job
@@ -37,8 +37,7 @@ def verify_job(
     """Verifies the given layouts, or else the job's layout, or else every default layout that the job supports."""
     job = load_job(job_file, ["precision=float64", *settings])
     requested = layouts or ([job.layout] if job.layout != "auto" else [])
-    default_layouts = job.family.verify_layouts or LAYOUTS["default"]
-    selected = [Layout.parse(text) for text in requested or default_layouts]
+    selected = [Layout.parse(text) for text in requested or LAYOUTS[job.family.verify_layouts]]
     if job.model.lora is not None:  # with B at zero, most of its gradients would be zero too
         lora = job.model.lora.model_copy(update={"init_std": job.model.lora.init_std or 0.02})
         job = job.model_copy(update={"model": job.model.model_copy(update={"lora": lora})})
@@ -157,30 +156,9 @@ TOLERANCE = 1e-10
 GRADIENT_FLOOR = 1e-6  # norm below which a gradient is compared absolutely
 
 
-@dataclass(frozen=True)
-class TransformersComparison:
-    """Relative differences from transformers' module."""
-
-    module: str
-    logits: float
-    gradient: float
-    parameter: str  # whose gradient differs most
-    count: int  # parameters compared
-
-    @property
-    def ok(self) -> bool:
-        return max(self.logits, self.gradient) <= TOLERANCE
-
-    def text(self) -> str:
-        worst = "" if self.ok else f" ({self.parameter})"
-        return (
-            f"{'exact' if self.ok else 'DIFFERS'}: against transformers' {self.module} in float64, logits differ by "
-            f"{self.logits:.1e}, gradients of {self.count} parameters by at most {self.gradient:.1e}{worst}"
-        )
-
-
-def compare_with_transformers(job: Job, samples: int = 2) -> TransformersComparison:
-    """Compares every logit and every gradient, on random tokens and weights."""
+def compare_with_transformers(job: Job, samples: int = 2) -> Answer:
+    """Returns the relative differences of all logits and of the gradient that differs most from those of transformers'
+    module, on random tokens and weights."""
     require_memory(job, 40)  # bytes per parameter: two models and their gradients in float64
     reference = job.family.reference(job.model)
     if reference is None:
@@ -209,7 +187,10 @@ def compare_with_transformers(job: Job, samples: int = 2) -> TransformersCompari
         differences[name] = float((gradient - theirs).norm() / theirs.norm().clamp(min=GRADIENT_FLOOR))
     worst = max(differences, key=lambda name: differences[name])
     difference = float((logits - expected).detach().norm() / expected.detach().norm())
-    return TransformersComparison(type(reference).__name__, difference, differences[worst], worst, len(differences))
+    found = {"module": type(reference).__name__, "logits": difference, "gradient": differences[worst],
+             "parameter": worst, "count": len(differences)}  # fmt: skip
+    found["ok"] = is_equal = max(difference, differences[worst]) <= TOLERANCE
+    return Answer(found, fill_in(Path(__file__).with_name("against.txt"), found), is_equal)
 
 
 def _in_module(job: Job, reference: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -184,21 +184,18 @@ def _run_reference(
 
 def record_outputs(patterns: Sequence[str], model: nn.Module, outputs: dict[str, list[Tensor]]) -> list[Any]:
     """Hooks the compared modules so that `outputs` collects their outputs by micro-batch. Returns the handles."""
-    return [
-        module.register_forward_hook(_make_output_hook(name, outputs))
-        for name, module in model.named_modules()
-        if any(fnmatchcase(name, pattern) and name.count(".") == pattern.count(".") for pattern in patterns)
-        and not getattr(module, "is_passed_over", False)  # a block of another stage
-    ]
 
-
-def _make_output_hook(name: str, outputs: dict[str, list[Tensor]]) -> Any:
-    def hook(module: nn.Module, args: Any, output: Any) -> None:
+    def record(name: str, module: nn.Module, args: Any, output: Any) -> None:
         output = output[0] if isinstance(output, tuple | list) else output
         if isinstance(output, Tensor) and torch._C._current_graph_task_id() == -1:  # not recomputed in the backward
             outputs.setdefault(name, []).append(output.detach())
 
-    return hook
+    return [
+        module.register_forward_hook(partial(record, name))
+        for name, module in model.named_modules()
+        if any(fnmatchcase(name, pattern) and name.count(".") == pattern.count(".") for pattern in patterns)
+        and not getattr(module, "is_passed_over", False)  # a block of another stage
+    ]
 
 
 def output_fingerprint(batches: list[Tensor]) -> Tensor:
