@@ -35,7 +35,7 @@ import psutil
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-from shardwise.console import format_ranks
+from shardwise.console import fill_in, format_ranks
 from shardwise.errors import JobError
 from shardwise.files import malformed_as_data_error, parse_json, parse_record
 from shardwise.workers.fork_server import signal_all
@@ -161,7 +161,6 @@ def in_flight_collectives() -> list[dict[str, Any]]:
 
 FRAME_PATTERN = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 PACKAGE = str(Path(__file__).parent.parent) + os.sep
-DIVERGED = "broke the common order of collectives: it called"
 HEARTBEAT_FILE = "shardwise/workers/diagnosis.py"  # this file: its frames are those of the dump, not of training
 COLLECTIVES_FILE = "comm/collectives.py"  # a wrapper: report its caller instead
 OBSERVATION_SECONDS = 2.0  # every rank of a healthy run makes progress within this time
@@ -221,6 +220,19 @@ class RankState:
         return ""
 
     @property
+    def wait(self) -> str:
+        """What this rank waits in."""
+        last = self.training_collectives[-1] if self.training_collectives and not self.frames else None
+        if (collective := self.pending_collective or last) is not None:
+            return _describe_collective(collective)
+        names = [name for file, _, name in self.frames if "/torch/distributed/" in file]
+        return "a pipeline send or receive" if "_wait_batch_p2p" in names else names[0] if names else "a collective"
+
+    @property
+    def waiting_since(self) -> float:
+        return math.inf if self.pending_collective is None else float(self.pending_collective["time"])
+
+    @property
     def location(self) -> str:
         """The innermost Shardwise frame; for a rank that is not waiting, preceded by the innermost frame of all."""
         ours = [frame for frame in self.frames if frame[0].startswith(PACKAGE)]
@@ -271,7 +283,7 @@ def _read_frames(path: Path) -> tuple[list[tuple[str, int, str]], bool]:
 
 
 def diagnose(ranks: dict[int, RankState], now: float) -> Diagnosis:
-    """Names the culprits with the evidence, and the ranks that wait for them."""
+    """Names the culprits with the evidence, and the ranks that wait for them, in the sentences of `diagnosis.txt`."""
     dead = [state for state in ranks.values() if state.exit_reason]
     waiting = [state for state in ranks.values() if state.is_waiting]
     busy = [state for state in ranks.values() if not state.exit_reason and not state.is_waiting]
@@ -279,77 +291,39 @@ def diagnose(ranks: dict[int, RankState], now: float) -> Diagnosis:
     # If several survivors all seem to have diverged, the attempt is too young to know their usual sequence.
     limit = len(ranks) - (len(dead) if len(ranks) - len(dead) > 1 else 0)
     if dead and all(state.is_secondary_failure for state in dead) and 0 < len(diverged) < limit:
-        culprits = diverged
-        aborted = " and ".join(f"rank {state.rank} {state.exit_reason}" for state in dead if state not in diverged)
-        messages = [f"rank {state.rank} {DIVERGED} {state.divergence}; {aborted}" for state in diverged]
+        culprits, why = diverged, "diverged"
     elif dead:
-        culprits = [state for state in dead if not state.is_secondary_failure] or dead
-        messages = [f"rank {state.rank} {state.exit_reason} {_step_and_phase(state)}" for state in culprits]
+        culprits, why = [state for state in dead if not state.is_secondary_failure] or dead, "ended"
     elif waiting and busy:
-        culprits = busy
-        messages = [f"rank {state.rank} has been stuck {_describe_stall(state, now)}" for state in busy]
+        culprits, why = busy, "stuck"
     elif waiting:
         culprits, why = _find_diverged(waiting)
-        calls = [f"{state.divergence or _describe_wait(state)}{_location_suffix(state)}" for state in culprits]
-        messages = [f"rank {state.rank} {why} {call}" for state, call in zip(culprits, calls, strict=True)]
     else:
-        culprits = sorted(busy, key=lambda state: state.heartbeat["since"])[:1]
-        no_wait = "no rank is waiting in a collective; the longest without progress is"
-        messages = [f"{no_wait} rank {state.rank}, {_describe_stall(state, now)}" for state in culprits]
+        culprits, why = sorted(busy, key=lambda state: state.heartbeat["since"])[:1], "slowest"
     blamed = [state.rank for state in culprits]
-    by_collective: dict[str, list[RankState]] = {}
+    waits: dict[str, list[RankState]] = {}
     for state in waiting:
         if state.rank not in blamed:
-            by_collective.setdefault(_describe_wait(state), []).append(state)
-    for collective, states in by_collective.items():
-        oldest = min((state.pending_collective["time"] for state in states if state.pending_collective), default=now)
-        verb = "has" if len(states) == 1 else "have"
-        seconds = f" for {now - oldest:.1f} s" if oldest < now else ""
-        ranks_text = format_ranks([state.rank for state in states])
-        messages.append(f"{ranks_text} {verb} been waiting in {collective}{seconds}{_location_suffix(states[0])}")
-    return Diagnosis(blamed, [f"{sentence}." for sentence in messages] or ["no rank has left a heartbeat."])
+            waits.setdefault(state.wait, []).append(state)
+    values = {"culprits": culprits, "why": why, "dead": dead, "waits": waits, "now": now, "format_ranks": format_ranks}
+    return Diagnosis(blamed, fill_in(Path(__file__).with_name("diagnosis.txt"), values).splitlines())
 
 
 def _find_diverged(waiting: list[RankState]) -> tuple[list[RankState], str]:
     """Of ranks that all wait, returns those that broke the common order of collectives, and why they are blamed."""
     diverged = [state for state in waiting if state.divergence]
     if 0 < len(diverged) < len(waiting):
-        return diverged, DIVERGED
+        return diverged, "diverged"
     signatures = [_collective_signature(s.training_collectives[-1]) if s.training_collectives else () for s in waiting]
     fewest = min((signatures.count(signature) for signature in signatures), default=0)
     odd = [state for state, signature in zip(waiting, signatures, strict=True) if signatures.count(signature) == fewest]
-    if len(odd) < len(waiting):
-        return odd, "is in another collective than most ranks:"
-    return waiting, "is deadlocked with all other ranks in"
-
-
-def _describe_wait(state: RankState) -> str:
-    last = state.training_collectives[-1] if state.training_collectives and not state.frames else None
-    collective = state.pending_collective or last
-    if collective is None:
-        names = [name for file, _, name in state.frames if "/torch/distributed/" in file]
-        return "a pipeline send or receive" if "_wait_batch_p2p" in names else names[0] if names else "a collective"
-    return _describe_collective(collective)
+    return (odd, "odd") if len(odd) < len(waiting) else (waiting, "deadlocked")
 
 
 def _describe_collective(collective: dict[str, Any]) -> str:
     size = " x ".join(map(str, collective["sizes"][0])) if collective["sizes"] and collective["sizes"][0] else "scalar"
     number = "" if collective["is_p2p"] else f" #{collective['number']}"
     return f"{collective['op']}{number} ({size}) on axis {collective['axis']}"
-
-
-def _location_suffix(state: RankState) -> str:
-    return f", at {state.location}" if state.location else ""
-
-
-def _step_and_phase(state: RankState) -> str:
-    return f"in step {state.heartbeat['step']} ({state.heartbeat['phase']})"
-
-
-def _describe_stall(state: RankState, now: float) -> str:
-    silence = now - state.heartbeat["heartbeat"]
-    silent = f", without a heartbeat for {silence:.1f} s" if silence > 5 else ""
-    return f"{_step_and_phase(state)} for {now - state.heartbeat['since']:.1f} s{silent}{_location_suffix(state)}"
 
 
 def request_dumps(
