@@ -275,8 +275,8 @@ class Estimator:
             backward_extra += self.machine.memory_time(
                 moved * (weights.block_weights + weights.expert_weights), bulk=True
             )
-        forward = self.machine.bottleneck_time(inner.forward + inner.traffic, inner.launch_seconds)
-        backward = self.machine.bottleneck_time(inner.backward + backward_extra, 2 * inner.launch_seconds)
+        forward = self.machine.bottleneck_time(inner.forward + inner.traffic, 1.5 * inner.launch_seconds)
+        backward = self.machine.bottleneck_time(inner.backward + backward_extra, 1.5 * inner.launch_seconds)
         backward += recompute_fraction * forward
         if layout.recompute == "selective":
             backward += self.selective_recompute_time(layout, inner)

@@ -15,7 +15,8 @@ from shardwise.cluster import Cluster
 from shardwise.errors import JobError
 from shardwise.planner.costs.model_shape import ModelShape
 
-COLLECTIVE_LAUNCHES = 5  # kernels the host could launch in the time it takes to launch one collective
+ROUTING_KERNELS = 40  # that a forward launches to choose experts, dispatch tokens to them and combine their outputs
+COLLECTIVE_LAUNCHES = 2  # kernels the host could launch in the time it takes to launch one collective
 CONSTANTS = tomllib.loads((Path(__file__).parents[1] / "constants.toml").read_text(encoding="utf-8"))
 
 
@@ -48,7 +49,7 @@ class Efficiency:
     overlap_expert: float  # fraction of expert dispatch that overlaps with compute
     overlap_p2p: float  # fraction of transfers between stages that overlaps, with one stage per rank
     overlap_p2p_interleaved: float  # the same with several stages per rank
-    routing_kernels: float  # kernels that a forward launches to dispatch tokens to experts and combine them
+    expert_kernels: float  # kernels that a forward launches for each expert of a rank
     jitter: float  # relative step time added by each doubling of the number of domains: waiting for the slowest
     fixed_seconds: float  # seconds added to every step
 
@@ -275,7 +276,7 @@ class BlockTimeModel:
             moved += expert_moved
             dispatch_bytes, stride = size * routed_tokens * shape.width, t if degrees.expert > 1 else 1
             expert = 2 * machine.all_to_all(dispatch_bytes, degrees.expert, stride) * (1.0 - e.overlap_expert)
-            kernels += e.routing_kernels
+            kernels += ROUTING_KERNELS + e.expert_kernels * shape.experts / degrees.expert
         tensor = context = 0.0
         if t > 1:
             kernels += 2 * COLLECTIVE_LAUNCHES
