@@ -242,9 +242,9 @@ def memory_of_row(
 ) -> FrameworkMemory:
     if is_legacy:
         if precision == "bf16":  # each micro-batch's gradients are added to a second, 32-bit set
-            return replace(LEGACY_MEGATRON, gradient_bytes=6.0, cast_bytes=16.0, accumulates_eagerly=False)
+            return replace(LEGACY_MEGATRON, gradient_bytes=6.0, cast_bytes=16.0)
         # Megatron-LM since 2022 accumulates gradients in the kernels that compute them.
-        return replace(LEGACY_MEGATRON, accumulates_eagerly=v["sp"] != "1")
+        return replace(LEGACY_MEGATRON, cast_bytes=0.0) if v["sp"] == "1" else LEGACY_MEGATRON
     if cluster.device.family == "tpu":
         return XLA_TPU
     if not v["zero_stage"]:

@@ -73,9 +73,7 @@ PRIOR = {
     "expert_kernels": 8.0,
     "eager": 2.0,
     "flash_attention_2": 0.7,
-    "score_passes": 4.5,
     "loss_bytes_per_logit": 70.0,
-    "grad_accumulation_bytes": 10.0,
     "collective_start": 3e-5,
     "all_to_all": 0.6,
     "tensor_wait": 2e-4,
@@ -102,9 +100,7 @@ LOG_KEYS = (
     "fixed_seconds",
     "expert_kernels",
     "eager",
-    "score_passes",
     "loss_bytes_per_logit",
-    "grad_accumulation_bytes",
     "collective_start",
     "tensor_wait",
 )  # fitted on a log scale; the others are fractions, fitted on a logit scale
@@ -113,7 +109,7 @@ PRIOR_WEIGHT = 0.5
 # PyTorch's loss, scores and gradient accumulation from counting operators.
 PRIOR_STRENGTH = {
     "matmul": 4.0, "kernel_launch": 8.0, "inner": 4.0, "outer": 4.0, "loss_bytes_per_logit": 6.0,
-    "grad_accumulation_bytes": 2.0, "score_passes": 2.0, "tensor_wait": 4.0, "contention": 2.0, "latency": 2.0,
+    "collective_start": 4.0, "memory": 4.0, "tensor_wait": 4.0, "contention": 2.0, "latency": 2.0,
 }  # fmt: skip
 GROUP_WEIGHT = 5.0
 # What a framework's memory is beyond live tensors, for `--check`: the constants of `frameworks.py` are chosen by hand.
