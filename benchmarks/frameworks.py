@@ -31,6 +31,7 @@ from shardwise.schedules.simulate import lower_bound
 CONSTANTS = tomllib.loads((Path(__file__).parent / "frameworks.toml").read_text(encoding="utf-8"))["common"]
 BUCKET_GROWTH_RANKS = 40  # data ranks above which Megatron-Core's gradient buckets grow with their number
 UNALIGNED_HEAD_SLOWDOWN = 8.0  # batched matmuls with a head size not divisible by 8; from published runs
+EAGER_KERNELS = 2  # kernels per block in eager PyTorch, relative to fused kernels
 HEAD_KERNELS = 60  # kernels of norm, logits and loss in eager PyTorch, one way
 FRAGMENTATION = 0.2  # what nvidia-smi shows beyond live tensors and fixed buffers, with the allocator of 2020 to 2024
 SCORE_PASSES = 4.5  # how often softmax and dropout of an unfused forward read or write each score
@@ -42,8 +43,6 @@ FUSED_LOSS_BYTES = 16.0  # bytes moved per logit in forward and backward of a fu
 class FrameworkEfficiency(Efficiency):
     """Efficiencies with the constants that only other people's software needs; fitted by `tools/fit_planner.py`."""
 
-    eager: float = CONSTANTS["eager"]
-    """Kernels per block in eager PyTorch, relative to fused kernels."""
     flash_attention_2: float = CONSTANTS["flash_attention_2"]
     """Rate of FlashAttention 2 on devices that have newer kernels, relative to these."""
     loss_bytes_per_logit: float = CONSTANTS["loss_bytes_per_logit"]
@@ -147,7 +146,7 @@ class FrameworkTimeModel(BlockTimeModel):
     def kernels_per_block(self, degrees: ParallelDegrees) -> float:
         if not self.kernel_profile.fused_attention:
             return 60.0 if self._has_fused_softmax(degrees) else 80.0
-        return super().kernels_per_block(degrees) * (self.efficiency.eager if self.kernel_profile.eager else 1.0)
+        return super().kernels_per_block(degrees) * (EAGER_KERNELS if self.kernel_profile.eager else 1)
 
     def hidden_tokens(self, tokens: float, tensor: int) -> float:
         return super().hidden_tokens(tokens, tensor) if self.kernel_profile.sequence_parallel else tokens

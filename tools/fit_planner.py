@@ -60,17 +60,14 @@ PRIOR = {
     "unaligned_64": 0.8,
     "overlap_tensor": 0.2,
     "overlap_data": 0.8,
-    "contention": 0.1,
     "overlap_expert": 0.4,
     "overlap_p2p": 0.4,
-    "overlap_p2p_interleaved": 0.8,
     "grouped_matmul": 0.8,
     "jitter": 0.005,
     "latency": 1.0,
     "overlap_sharpness": 6.0,
     "fixed_seconds": 0.005,
     "expert_kernels": 8.0,
-    "eager": 2.0,
     "flash_attention_2": 0.7,
     "loss_bytes_per_logit": 70.0,
     "collective_start": 3e-5,
@@ -98,7 +95,6 @@ LOG_KEYS = (
     "overlap_sharpness",
     "fixed_seconds",
     "expert_kernels",
-    "eager",
     "loss_bytes_per_logit",
     "collective_start",
     "tensor_wait",
@@ -108,7 +104,7 @@ PRIOR_WEIGHT = 0.5
 # PyTorch's loss, scores and gradient accumulation from counting operators.
 PRIOR_STRENGTH = {
     "matmul": 4.0, "kernel_launch": 8.0, "inner": 4.0, "outer": 4.0, "loss_bytes_per_logit": 6.0,
-    "collective_start": 4.0, "memory": 4.0, "tensor_wait": 4.0, "contention": 2.0, "latency": 2.0,
+    "collective_start": 4.0, "tensor_wait": 4.0, "latency": 2.0,
 }  # fmt: skip
 GROUP_WEIGHT = 5.0
 # Of a framework's memory, lost to fragmentation: `--check` fits it, `frameworks.py` has it by hand.

@@ -58,8 +58,8 @@ BUCKET_BYTES = 1e8  # per gradient bucket
 # twice), low-precision copy (written).
 UPDATE_BYTES = 34.0
 ACCUMULATE_BYTES = 8.0  # per weight and micro-batch, to accumulate gradients over several micro-batches
+CONTENTION = 0.1  # slowdown of compute by overlapped communication, as a fraction of the communication time
 HOST_LINK_BANDWIDTH = 50e9  # bytes per second in each direction between page-locked host memory and a GPU (PCIe 5)
-BLOCK_AXES = ("tensor", "context", "expert")
 # Seconds of a schedule with a number of ranks, stages per rank and micro-batches.
 ScheduleTime = Callable[[str, int, int, int, StageCosts], float]
 
@@ -122,8 +122,7 @@ class Estimator:
         return max([self.memory(layout, rank).total for rank in self.stages(layout).representative_ranks])
 
     def fits(self, layout: Layout) -> bool:
-        limit, ranks = self.memory_limit, self.stages(layout).representative_ranks
-        return all(self.memory(layout, rank).total <= limit for rank in ranks)
+        return self.peak_memory(layout) <= self.memory_limit
 
     def predict_seconds(self, layout: Layout) -> float:
         return self.step_time(layout, self.pipeline_time(layout, self.schedule_time))
@@ -280,7 +279,7 @@ class Estimator:
         backward += recompute_fraction * forward
         if layout.recompute == "selective":
             backward += self.selective_recompute_time(layout, inner)
-        exposed = {axis: (2.0 + recompute_fraction) * getattr(inner, axis) for axis in BLOCK_AXES}
+        exposed = {axis: (2.0 + recompute_fraction) * getattr(inner, axis) for axis in ("tensor", "context", "expert")}
         if layout.zero >= 2 and layout.shard > 1:
             gather = self._weight_gather_time(layout)
             exposed_forward = self._exposed_comm(gather, forward) if layout.zero == 3 else 0.0
@@ -309,9 +308,8 @@ class Estimator:
             return 0.0
         stride = layout.world // layout.pipeline
         transfer = self.machine.p2p(self.stage_output_bytes(layout), min(stride, self.machine.cluster.domain_size))
-        # With several stages a rank has other work during a transfer.
-        hidden = self.efficiency.overlap_p2p if layout.stages_per_rank == 1 else self.efficiency.overlap_p2p_interleaved
-        return 2 * layout.stages_per_rank * transfer * (1.0 - hidden)
+        stages = layout.stages_per_rank  # each of which gives the rank other work during a transfer
+        return 2 * stages * transfer * (1.0 - self.efficiency.overlap_p2p) ** stages
 
     def stage_output_bytes(self, layout: Layout) -> float:
         """Returns the bytes of one micro-batch that one stage sends to the next."""
@@ -346,8 +344,7 @@ class Estimator:
 
     def _exposed_comm(self, traffic: float, compute: float) -> float:
         """Returns the exposed part of `traffic` seconds that overlap with `compute` seconds, plus their contention."""
-        hidden = min(traffic, self.efficiency.overlap_data * compute)
-        return traffic - hidden + self.efficiency.contention * hidden
+        return traffic - (1.0 - CONTENTION) * min(traffic, self.efficiency.overlap_data * compute)
 
 
 def split_evenly(layers: int, pipeline: int) -> list[int]:

@@ -1,8 +1,7 @@
 """Predicts layouts of models given as lists of operator costs (`shardwise.planner.costs.model_shape`).
 
-Estimator and search treat such a model as equal blocks of average cost. All are planned over the data axes, replicated
-or sharded by ZeRO; T5 also over tensor and pipeline ranks. Its stages are assumed equal in time, since our engine
-balances them, and as large in memory as if all blocks were the largest.
+Estimator and search treat such a model as equal blocks of average cost. Stages are assumed equal in time, since our
+engine balances them, and as large in memory as if all blocks were the largest.
 
 A DLRM's tables are in host memory, split over the data ranks. Every rank reads the rows that the global batch needs,
 copies them to the device and sends them by an all-to-all; gradients return the same way. None of this overlaps.

@@ -35,12 +35,11 @@ class SearchResult:
 
 
 def search(estimator: Estimator, devices: int, keep: int = 10) -> SearchResult:
-    begin = time.perf_counter()
-    classes = [(class_lower_bound(estimator, base), base) for base in layout_classes(estimator, devices)]
+    begin, bases = time.perf_counter(), layout_classes(estimator, devices)
+    classes = sorted(((class_lower_bound(estimator, base), base) for base in bases), key=lambda pair: pair[0])
     if not classes:
-        samples = estimator.samples
-        raise LayoutError(f"no layout of {devices} devices splits {samples} samples evenly; change one of them.")
-    classes.sort(key=lambda pair: pair[0])
+        count = f"{devices} devices splits {estimator.samples} samples"
+        raise LayoutError(f"no layout of {count} evenly; change one of them.")
     fastest, evaluated = _fastest_layouts(estimator, classes, keep)
     best = [estimator.predict(layout) for _, layout in fastest]
     if not best:  # micro-batch 1 and full recomputation need the least memory

@@ -1,11 +1,9 @@
 """Measures the memory and communication of one rank of any world size, without that world.
 
 A process acts as one rank, with a fake process group and fake tensors, and runs one step as in training while a
-`MemoryCommTracker` records every storage and every collective.
-
-Once the pipeline is full, every period (forward and backward of one micro-batch, or of one round of them) allocates and
-sends the same as the previous one. So a dry run stops shortly after and extrapolates: each remaining period adds one
-period's traffic and memory, plus what each micro-batch needs for the whole step. Tests compare with full runs.
+`MemoryCommTracker` records every storage and every collective. Once the pipeline is full, every period (of one
+micro-batch, or of one round of them) is like the previous one: a dry run stops shortly after, and adds the traffic and
+memory of a period for each that remains, plus what each micro-batch needs for the whole step.
 
 Tensors are those of PyTorch's eager kernels, but RMSNorm counts as fused, as on a GPU. The step is the first one, with
 optimizer state. In later ones DDP (`replicate` alone) rebuilds its buckets: the number of calls may differ slightly.
@@ -389,11 +387,9 @@ def _traffic_rows(reports: Sequence[RankReport]) -> list[list[str]]:
     ]
     by_kind = [{(entry.axis, entry.kind): entry for entry in traffic} for traffic in columns]
     for kind in sorted({kind for entries in by_kind for kind in entries}, key=by_axis):
-        cells = []
-        for entries in by_kind:
-            entry = entries.get(kind)
-            cells += ["-", "-"] if entry is None else [f"{entry.count:,}", _format_gib(entry.bytes)]
-        rows.append([*kind, *cells])
+        found = [entries.get(kind) for entries in by_kind]
+        cells = ((f"{entry.count:,}", _format_gib(entry.bytes)) if entry else ("-", "-") for entry in found)
+        rows.append([*kind, *(text for pair in cells for text in pair)])
     return rows
 
 
