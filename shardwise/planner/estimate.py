@@ -245,15 +245,14 @@ class Estimator:
         sparse = self.activation_bytes(layout, True) if share else dense
         saved_all, selective, full = ((1 - share) * d + share * s for d, s in zip(dense, sparse, strict=True))
         kept_fraction, hidden_bytes = layout.kept_fraction, itemsize * tokens * shape.width
+        partly = kept_fraction * saved_all + (1 - kept_fraction) * full
         saved_by_policy = {"none": saved_all, "selective": selective, "full": full}
         return MemoryInputs(
             block_weights=(1 - share) * (dense_weights / t) + share * (shape.non_expert_weights / t),
             expert_weights=share * shape.expert_weights / layout.expert / self.parallel_degrees(layout).expert_tensor,
             first_weights=shape.embedding_weights / t, head_weights=head_weights,
             last_weights=0.0 if shape.tied and layout.pipeline == 1 else head_weights,
-            saved_per_block=saved_by_policy.get(
-                layout.recompute, kept_fraction * saved_all + (1 - kept_fraction) * full
-            ),
+            saved_per_block=saved_by_policy.get(layout.recompute, partly),
             recomputed_per_block=0.0 if layout.recompute == "none" else saved_all,
             logits=self.framework_profile.logits * tokens * shape.logit_fraction * shape.vocab / t,
             hidden_bytes=hidden_bytes, recv_buffer_bytes=hidden_bytes / t, kept_fraction=kept_fraction,
@@ -270,10 +269,8 @@ class Estimator:
         recompute_fraction, backward_extra = 1.0 - layout.kept_fraction, inner.traffic
         moved = self.framework_profile.cast_bytes
         if moved and not self.keeps_compute_copy(layout):
-            weights = self.memory_inputs(layout)
-            backward_extra += self.machine.memory_time(
-                moved * (weights.block_weights + weights.expert_weights), bulk=True
-            )
+            weights = (inputs := self.memory_inputs(layout)).block_weights + inputs.expert_weights
+            backward_extra += self.machine.memory_time(moved * weights, bulk=True)
         forward = self.machine.bottleneck_time(inner.forward + inner.traffic, 1.5 * inner.launch_seconds)
         backward = self.machine.bottleneck_time(inner.backward + backward_extra, 1.5 * inner.launch_seconds)
         backward += recompute_fraction * forward
@@ -312,7 +309,6 @@ class Estimator:
         return 2 * stages * transfer * (1.0 - self.efficiency.overlap_p2p) ** stages
 
     def stage_output_bytes(self, layout: Layout) -> float:
-        """Returns the bytes of one micro-batch that one stage sends to the next."""
         tokens = layout.micro_batch * self.shape.sequence / layout.context
         return self.kernel_profile.itemsize * tokens * self.shape.width / layout.tensor
 

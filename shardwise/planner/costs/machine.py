@@ -12,7 +12,7 @@ from shardwise.errors import JobError
 from shardwise.planner.costs.model_shape import ModelShape
 
 ROUTING_KERNELS = 40  # that a forward launches to choose experts, dispatch tokens to them and combine their outputs
-COLLECTIVE_LAUNCHES = 2  # kernels the host could launch in the time it takes to launch one collective
+COLLECTIVE_LAUNCHES = 3  # kernels the host could launch in the time it takes to launch one collective
 CONSTANTS = tomllib.loads((Path(__file__).parents[1] / "constants.toml").read_text(encoding="utf-8"))
 
 
@@ -233,7 +233,6 @@ class BlockTimeModel:
         self.machine, self.shape, self.kernel_profile = machine, shape, kernel_profile
 
     def block(self, degrees: ParallelDegrees, sparse: bool) -> ModuleTime:
-        """Returns the time of a dense block, or of one with experts."""
         machine, shape, e = self.machine, self.shape, self.machine.efficiency
         size, precision, t = self.kernel_profile.itemsize, self.kernel_profile.precision, degrees.tensor
         tokens = degrees.micro_batch * shape.sequence / degrees.context
@@ -306,11 +305,9 @@ class BlockTimeModel:
         return 24.0 - (8 if self.shape.positions else 0) - (0 if self.shape.gated else 2)
 
     def hidden_tokens(self, tokens: float, tensor: int) -> float:
-        """Returns the tokens a rank holds between tensor-parallel regions: sequence parallelism splits them."""
-        return tokens / tensor
+        return tokens / tensor  # sequence parallelism splits them between tensor-parallel regions
 
     def exposed_tensor_time(self, seconds: float) -> float:
-        """Returns what remains of tensor-parallel communication after overlap with matmuls."""
         return seconds * (1.0 - self.machine.efficiency.overlap_tensor)
 
     def loss_bytes_per_logit(self, tensor: int) -> float:

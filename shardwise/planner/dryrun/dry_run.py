@@ -88,8 +88,8 @@ def dry_run(job: Job, layout: Layout, ranks: Sequence[int] | None = None) -> lis
     rank_list = list(typical_ranks(layout) if ranks is None else ranks)
     for rank in rank_list:
         if not 0 <= rank < layout.world:
-            ranks_text = f"{pluralize(layout.world, 'rank')}, from 0 to {layout.world - 1}"
-            raise LayoutError(f"rank {rank}: layout '{layout}' has {ranks_text}.")
+            count = pluralize(layout.world, "rank")
+            raise LayoutError(f"rank {rank}: layout '{layout}' has {count}, from 0 to {layout.world - 1}.")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ProcessPoolExecutor(min(cores, len(rank_list)), get_context("fork"), _init_worker) as pool:
         futures = [pool.submit(_dry_run_rank, job, layout, rank) for rank in rank_list]
@@ -121,8 +121,7 @@ def _dry_run_rank(job: Job, layout: Layout, rank: int) -> RankReport:
 @contextmanager
 def fake_process_group(world: int, rank: int) -> Iterator[None]:
     """Initializes a fake process group: collectives return uninitialized data."""
-    # The import registers the backend.
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # which registers the backend
 
     if world > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)

@@ -57,7 +57,6 @@ _TABLES = tomllib.loads((Path(__file__).parents[1] / "collectives.toml").read_te
 
 
 def by_axis(kind: CollectiveKind) -> tuple[int, str]:
-    """The place of a kind in tables: axes in mesh order."""
     return AXIS_NAMES.index(kind[0]), kind[1]
 
 
