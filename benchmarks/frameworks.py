@@ -31,8 +31,11 @@ from shardwise.schedules.simulate import lower_bound
 CONSTANTS = tomllib.loads((Path(__file__).parent / "frameworks.toml").read_text(encoding="utf-8"))["common"]
 BUCKET_GROWTH_RANKS = 40  # data ranks above which Megatron-Core's gradient buckets grow with their number
 UNALIGNED_HEAD_SLOWDOWN = 8.0  # batched matmuls with a head size not divisible by 8; from published runs
+EAGER_KERNELS = 2  # kernels per block in eager PyTorch, relative to fused kernels
 HEAD_KERNELS = 60  # kernels of norm, logits and loss in eager PyTorch, one way
 FRAGMENTATION = 0.2  # what nvidia-smi shows beyond live tensors and fixed buffers, with the allocator of 2020 to 2024
+SCORE_PASSES = 4.5  # how often softmax and dropout of an unfused forward read or write each score
+GRAD_ACCUMULATION_BYTES = 6.0  # moved per weight and micro-batch when eager PyTorch adds 16-bit gradients
 FUSED_LOSS_BYTES = 16.0  # bytes moved per logit in forward and backward of a fused loss
 
 
@@ -40,16 +43,10 @@ FUSED_LOSS_BYTES = 16.0  # bytes moved per logit in forward and backward of a fu
 class FrameworkEfficiency(Efficiency):
     """Efficiencies with the constants that only other people's software needs; fitted by `tools/fit_planner.py`."""
 
-    eager: float = CONSTANTS["eager"]
-    """Kernels per block in eager PyTorch, relative to fused kernels."""
     flash_attention_2: float = CONSTANTS["flash_attention_2"]
     """Rate of FlashAttention 2 on devices that have newer kernels, relative to these."""
-    score_passes: float = CONSTANTS["score_passes"]
-    """How often a forward of unfused attention moves each score."""
     loss_bytes_per_logit: float = CONSTANTS["loss_bytes_per_logit"]
     """Bytes moved per logit in forward and backward of an eager loss."""
-    grad_accumulation_bytes: float = CONSTANTS["grad_accumulation_bytes"]
-    """Bytes moved per weight and micro-batch when eager PyTorch accumulates gradients weight by weight."""
     tensor_wait: float = CONSTANTS["tensor_wait"]
     """Seconds that tensor ranks wait for each other at an all-reduce that nothing overlaps."""
 
@@ -92,8 +89,6 @@ class FrameworkMemory(FrameworkProfile):
     """CUDA context, NCCL's buffers and cuBLAS workspaces."""
     zero_bucket_bytes: float = 0.0
     """DeepSpeed's two reduce buckets and one gather bucket, of 5e8 16-bit elements each; its pipelines have none."""
-    accumulates_eagerly: bool = False
-    """Whether gradients are accumulated weight by weight (`FrameworkEfficiency.grad_accumulation_bytes`)."""
     keeps_gathered_inputs: bool = False
     """Whether the backward keeps the gathered inputs of tensor-parallel matmuls and does not gather them again."""
     has_unfused_activation: bool = False
@@ -106,7 +101,7 @@ class FrameworkMemory(FrameworkProfile):
 # DeepSpeed and Megatron-LM in fp16; eager PyTorch where the ZeRO stage is stated, with a fused loss for FSDP (stage 3);
 # XLA on TPUs; Megatron-Core otherwise. All but FSDP and XLA allocate 16-bit gradients once.
 LEGACY_MEGATRON = FrameworkMemory(
-    gradient_bytes=2.0, optimizer_bytes=16.0, accumulates_eagerly=True, keeps_dropout_masks=True, logits=10.0,
+    gradient_bytes=2.0, optimizer_bytes=16.0, cast_bytes=GRAD_ACCUMULATION_BYTES, keeps_dropout_masks=True, logits=10.0,
     fragmentation=FRAGMENTATION, persistent_gradients=True, zero_bucket_bytes=3 * 5e8 * 2,
 )  # fmt: skip
 PYTORCH_EAGER = FrameworkMemory(
@@ -139,7 +134,7 @@ class FrameworkTimeModel(BlockTimeModel):
         matmuls = self.machine.matmul(queries, shape.head_dim, shape.sequence, precision, heads)
         matmuls += self.machine.matmul(queries, shape.sequence, shape.head_dim, precision, heads)
         matmuls *= UNALIGNED_HEAD_SLOWDOWN if shape.head_dim % 8 else 1.0  # no tensor cores
-        passes = self.efficiency.score_passes * (1 if self._has_fused_softmax(degrees) else 2)
+        passes = SCORE_PASSES * (1 if self._has_fused_softmax(degrees) else 2)
         score_bytes = self.kernel_profile.itemsize * heads * queries * shape.sequence * passes
         scores = self.machine.memory_time(score_bytes)
         return matmuls + scores, 2 * matmuls + 1.2 * scores
@@ -151,7 +146,7 @@ class FrameworkTimeModel(BlockTimeModel):
     def kernels_per_block(self, degrees: ParallelDegrees) -> float:
         if not self.kernel_profile.fused_attention:
             return 60.0 if self._has_fused_softmax(degrees) else 80.0
-        return super().kernels_per_block(degrees) * (self.efficiency.eager if self.kernel_profile.eager else 1.0)
+        return super().kernels_per_block(degrees) * (EAGER_KERNELS if self.kernel_profile.eager else 1)
 
     def hidden_tokens(self, tokens: float, tensor: int) -> float:
         return super().hidden_tokens(tokens, tensor) if self.kernel_profile.sequence_parallel else tokens
@@ -177,8 +172,6 @@ class FrameworkEstimator(Estimator):
 
     def __init__(self, machine: Machine, shape: ModelShape, kernels: FrameworkKernels, memory: FrameworkMemory,
                  samples: int, efficiency: FrameworkEfficiency):  # fmt: skip
-        if memory.accumulates_eagerly:
-            memory = replace(memory, cast_bytes=efficiency.grad_accumulation_bytes)
         super().__init__(machine, shape, kernels, samples, memory)
         self.kernels, self.profile = kernels, memory
         self.time_model = FrameworkTimeModel(machine, shape, kernels, efficiency)

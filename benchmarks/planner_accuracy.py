@@ -53,9 +53,10 @@ def predict_row(
         prediction, layout = evaluate_run(row, not is_oom, (constants or {}).get(row.cluster.device.family))
     except SkipRow as reason:
         return {"skipped": str(reason)}
-    limit = row.cluster.device.memory
+    limit, peak = row.cluster.device.memory, max(prediction.memory, key=lambda rank: rank.total)
+    measured_part = peak.total - (peak.reserve if row.is_allocated else 0.0)
     return {
-        "row": row, "layout": str(layout), "seconds": prediction.seconds, "memory": prediction.peak_memory / 2**30,
+        "row": row, "layout": str(layout), "seconds": prediction.seconds, "memory": measured_part / 2**30,
         "fits": prediction.peak_memory <= limit, "surely_fits": HIGHEST * prediction.peak_memory <= limit,
         "is_oom": is_oom,
     }  # fmt: skip

@@ -16,6 +16,7 @@ Assumptions about what a source does not state:
   one stage per layer where fewer than four micro-batches per stage would leave a large bubble. `ep`: 8.
 - `global_batch`: one micro-batch per data rank. `vocab`: 51,200; padded to a multiple of 128. `head_size`: width /
   heads, or that of the public model.
+- Memory: Megatron-Core logs what PyTorch has allocated at most; others show what it, driver and buffers reserve.
 - Step time: as stated, else from tokens per second, else from FLOP/s by the source's way of counting (`tflops_kind`).
 - V100 nodes of four connect each pair of devices by two NVLinks. "H100-94GB-HBM2e" is Meta's Grand Teton (torchtitan).
 """
@@ -28,6 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from frameworks import (
+    FRAGMENTATION,
     LEGACY_MEGATRON,
     MEGATRON_CORE,
     PYTORCH_EAGER,
@@ -71,6 +73,8 @@ class MeasuredRun:
     """Measured step time."""
     memory: float | None
     """Measured peak memory, in GiB."""
+    is_allocated: bool
+    """Whether that is what PyTorch allocated, without the reserve of allocator, driver and communication."""
     values: dict[str, str]
 
 
@@ -176,12 +180,13 @@ def parse_row(v: dict[str, str]) -> MeasuredRun:
     tp = int(parse_number(v, "tp", 1))
     is_legacy = precision == "fp16" or (v["sp"] == "0" and tp > 1)
     recompute = v["recompute"] or ("full" if v["tflops_kind"] == "hardware" else "")
+    is_core = not (is_legacy or v["zero_stage"] or cluster.device.family == "tpu")  # which logs what is allocated
     layout, samples = parse_layout(v, cluster, shape, gpus, is_legacy, recompute)
     return MeasuredRun(
         v["source"], v.get("quality", ""), cluster, shape, kernels_of_row(v, cluster, precision, is_legacy),
         memory_of_row(v, cluster, layout, precision, is_legacy, recompute), layout, samples, bool(recompute),
         measured_seconds(v, shape, gpus, samples, layout.recompute == "full"),
-        parse_number(v, "peak_mem_gib", 0.0) or None, v,
+        parse_number(v, "peak_mem_gib", 0.0) or None, is_core or "allocated" in v.get("mem_kind", ""), v,
     )  # fmt: skip
 
 
@@ -242,9 +247,9 @@ def memory_of_row(
 ) -> FrameworkMemory:
     if is_legacy:
         if precision == "bf16":  # each micro-batch's gradients are added to a second, 32-bit set
-            return replace(LEGACY_MEGATRON, gradient_bytes=6.0, cast_bytes=16.0, accumulates_eagerly=False)
+            return replace(LEGACY_MEGATRON, gradient_bytes=6.0, cast_bytes=16.0)
         # Megatron-LM since 2022 accumulates gradients in the kernels that compute them.
-        return replace(LEGACY_MEGATRON, accumulates_eagerly=v["sp"] != "1")
+        return replace(LEGACY_MEGATRON, cast_bytes=0.0) if v["sp"] == "1" else LEGACY_MEGATRON
     if cluster.device.family == "tpu":
         return XLA_TPU
     if not v["zero_stage"]:
@@ -256,7 +261,7 @@ def memory_of_row(
     if is_zero3 and layout.data == 1:  # FSDP also shards over the context ranks
         memory = replace(memory, optimizer_bytes=memory.optimizer_bytes / layout.context)
     if v.get("compile"):  # torchtitan: PyTorch's own loss, and memory as the allocator reserves it
-        memory = replace(memory, logits=12.0, fragmentation=0.1)
+        memory = replace(memory, logits=12.0, fragmentation=FRAGMENTATION, fixed_bytes=PYTORCH_EAGER.fixed_bytes)
     return memory
 
 

@@ -20,7 +20,6 @@ import statistics
 import sys
 import tomllib
 from collections import Counter, defaultdict
-from contextlib import suppress
 from dataclasses import fields, replace
 from math import exp, log
 from pathlib import Path
@@ -31,7 +30,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from frameworks import FrameworkEfficiency  # noqa: E402
+from frameworks import FRAGMENTATION, FrameworkEfficiency  # noqa: E402
 from planner_accuracy import (  # noqa: E402
     error_summary,
     memory_errors,
@@ -61,21 +60,16 @@ PRIOR = {
     "unaligned_64": 0.8,
     "overlap_tensor": 0.2,
     "overlap_data": 0.8,
-    "contention": 0.1,
     "overlap_expert": 0.4,
     "overlap_p2p": 0.4,
-    "overlap_p2p_interleaved": 0.8,
     "grouped_matmul": 0.8,
     "jitter": 0.005,
     "latency": 1.0,
     "overlap_sharpness": 6.0,
     "fixed_seconds": 0.005,
-    "routing_kernels": 100.0,
-    "eager": 2.0,
+    "expert_kernels": 8.0,
     "flash_attention_2": 0.7,
-    "score_passes": 4.5,
     "loss_bytes_per_logit": 70.0,
-    "grad_accumulation_bytes": 10.0,
     "collective_start": 3e-5,
     "all_to_all": 0.6,
     "tensor_wait": 2e-4,
@@ -100,11 +94,8 @@ LOG_KEYS = (
     "latency",
     "overlap_sharpness",
     "fixed_seconds",
-    "routing_kernels",
-    "eager",
-    "score_passes",
+    "expert_kernels",
     "loss_bytes_per_logit",
-    "grad_accumulation_bytes",
     "collective_start",
     "tensor_wait",
 )  # fitted on a log scale; the others are fractions, fitted on a logit scale
@@ -113,11 +104,11 @@ PRIOR_WEIGHT = 0.5
 # PyTorch's loss, scores and gradient accumulation from counting operators.
 PRIOR_STRENGTH = {
     "matmul": 4.0, "kernel_launch": 8.0, "inner": 4.0, "outer": 4.0, "loss_bytes_per_logit": 6.0,
-    "grad_accumulation_bytes": 2.0, "score_passes": 2.0, "tensor_wait": 4.0, "contention": 2.0, "latency": 2.0,
+    "collective_start": 4.0, "tensor_wait": 4.0, "latency": 2.0,
 }  # fmt: skip
 GROUP_WEIGHT = 5.0
-# What a framework's memory is beyond live tensors, for `--check`: the constants of `frameworks.py` are chosen by hand.
-RESERVES = [(fraction, fixed * 2**30) for fraction in (0.0, 0.03, 0.1, 0.2, 0.3) for fixed in (1.5, 2.5, 3.5)]
+# Of a framework's memory, lost to fragmentation: `--check` fits it, `frameworks.py` has it by hand.
+FRAGMENTATIONS = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)
 SOFT_L1_SCALE = 0.2  # larger errors count linearly
 
 FILES = ("runs.csv", "unseen.csv", "out_of_memory.csv")
@@ -128,8 +119,6 @@ FRAMEWORK_KEYS = {field.name for field in fields(FrameworkEfficiency)} - {field.
 
 RunAndLayout = tuple[MeasuredRun, Layout]
 Rows = list[tuple[Path, dict[str, str]]]
-Reserve = tuple[float, float]
-ReserveErrors = dict[tuple[Reserve, Reserve], dict[str, list[float]]]
 
 
 def to_unconstrained(key: str, value: float) -> float:
@@ -253,48 +242,38 @@ class EfficiencyFit:
         )
 
 
-def reserve_errors(rows: Rows) -> ReserveErrors:
-    """Returns the errors of peak memory by source, for each pair of reserve constants in use (fraction lost to
-    fragmentation, fixed bytes) replaced by each pair of `RESERVES`."""
-    errors: ReserveErrors = defaultdict(lambda: defaultdict(list))
+def fragmentation_errors(rows: Rows) -> dict[float, dict[str, list[float]]]:
+    """Returns the errors of peak memory by source, for each fraction that may be lost to fragmentation."""
+    errors: dict[float, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for path, values in rows:
-        with suppress(SkipRow):
-            row = parse_row(values)
-            if row.memory and not out_of_memory(path, values):
-                own = row.memory_profile.fragmentation, row.memory_profile.fixed_bytes
-                for reserve in RESERVES:
-                    peak = evaluate_run(with_reserve(row, {own: reserve}))[0].peak_memory
-                    errors[own, reserve][row.source].append(abs(peak / 2**30 / row.memory - 1))
+        for fraction in FRAGMENTATIONS if values["peak_mem_gib"] and not out_of_memory(path, values) else ():
+            result = predict_row(path, values, None, lambda row: with_fragmentation(row, fraction))  # noqa: B023
+            if "skipped" not in result and result["row"].memory_profile.fragmentation == fraction:
+                errors[fraction][values["source"]].append(abs(result["memory"] / result["row"].memory - 1))
     return errors
 
 
-def fit_reserve(errors: ReserveErrors, source: str) -> dict[Reserve, Reserve]:
-    """Returns the best reserve for each in use, without a source: by the mean over sources of the median error."""
-    others = {key: [statistics.median(e) for name, e in by.items() if name != source] for key, by in errors.items()}
-    return {
-        own: min(RESERVES, key=lambda reserve: statistics.mean(others[own, reserve]))  # noqa: B023
-        for own, _ in others if others[own, RESERVES[0]]
-    }  # fmt: skip
-
-
-def with_reserve(row: MeasuredRun, reserves: dict[Reserve, Reserve]) -> MeasuredRun:
-    own = row.memory_profile.fragmentation, row.memory_profile.fixed_bytes
-    fragmentation, fixed = reserves.get(own, own)
-    return replace(row, memory_profile=replace(row.memory_profile, fragmentation=fragmentation, fixed_bytes=fixed))
+def with_fragmentation(row: MeasuredRun, fraction: float) -> MeasuredRun:
+    is_fitted = row.memory_profile.fragmentation == FRAGMENTATION and not row.is_allocated
+    return replace(row, memory_profile=replace(row.memory_profile, fragmentation=fraction)) if is_fitted else row
 
 
 def leave_out(runs: list[RunAndLayout], rows: Rows, x: np.ndarray, slopes: np.ndarray) -> list[dict[str, Any]]:
     """Returns every row's prediction by constants that are fitted without its source. The fit starts from that to all
     runs and takes its slopes, but steps until the cost without the source no longer falls."""
-    results, memory_errors_by_reserve = [], reserve_errors(rows)
+    results, memory_errors_by_fraction = [], fragmentation_errors(rows)
     for source in sorted({values["source"] for _, values in rows}):
         kept = [n for n, (row, _) in enumerate(runs) if row.source != source]
         fit = EfficiencyFit([runs[n] for n in kept], sorted({row.cluster.device.family for row, _ in runs}))
         found = fit.refine(x, slopes[kept], 4) if len(kept) < len(runs) else x
         efficiencies = fit.efficiencies(found)
-        reserves = fit_reserve(memory_errors_by_reserve, source)
+        medians = {
+            fraction: statistics.median(statistics.median(errors) for name, errors in by.items() if name != source)
+            for fraction, by in memory_errors_by_fraction.items()
+        }
+        fraction = min(medians, key=lambda fraction: medians[fraction])  # noqa: B023
         own = [
-            predict_row(path, values, efficiencies, lambda row: with_reserve(row, reserves))  # noqa: B023
+            predict_row(path, values, efficiencies, lambda row: with_fragmentation(row, fraction))  # noqa: B023
             for path, values in rows if values["source"] == source
         ]  # fmt: skip
         results += own

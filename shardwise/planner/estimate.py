@@ -58,8 +58,8 @@ BUCKET_BYTES = 1e8  # per gradient bucket
 # twice), low-precision copy (written).
 UPDATE_BYTES = 34.0
 ACCUMULATE_BYTES = 8.0  # per weight and micro-batch, to accumulate gradients over several micro-batches
+CONTENTION = 0.1  # slowdown of compute by overlapped communication, as a fraction of the communication time
 HOST_LINK_BANDWIDTH = 50e9  # bytes per second in each direction between page-locked host memory and a GPU (PCIe 5)
-BLOCK_AXES = ("tensor", "context", "expert")
 # Seconds of a schedule with a number of ranks, stages per rank and micro-batches.
 ScheduleTime = Callable[[str, int, int, int, StageCosts], float]
 
@@ -122,8 +122,7 @@ class Estimator:
         return max([self.memory(layout, rank).total for rank in self.stages(layout).representative_ranks])
 
     def fits(self, layout: Layout) -> bool:
-        limit, ranks = self.memory_limit, self.stages(layout).representative_ranks
-        return all(self.memory(layout, rank).total <= limit for rank in ranks)
+        return self.peak_memory(layout) <= self.memory_limit
 
     def predict_seconds(self, layout: Layout) -> float:
         return self.step_time(layout, self.pipeline_time(layout, self.schedule_time))
@@ -247,15 +246,14 @@ class Estimator:
         sparse = self.activation_bytes(layout, True) if share else dense
         saved_all, selective, full = ((1 - share) * d + share * s for d, s in zip(dense, sparse, strict=True))
         kept_fraction, hidden_bytes = layout.kept_fraction, itemsize * tokens * shape.width
+        partly = kept_fraction * saved_all + (1 - kept_fraction) * full
         saved_by_policy = {"none": saved_all, "selective": selective, "full": full}
         return MemoryInputs(
             block_weights=(1 - share) * (dense_weights / t) + share * (shape.non_expert_weights / t),
             expert_weights=share * shape.expert_weights / layout.expert / self.parallel_degrees(layout).expert_tensor,
             first_weights=shape.embedding_weights / t, head_weights=head_weights,
             last_weights=0.0 if shape.tied and layout.pipeline == 1 else head_weights,
-            saved_per_block=saved_by_policy.get(
-                layout.recompute, kept_fraction * saved_all + (1 - kept_fraction) * full
-            ),
+            saved_per_block=saved_by_policy.get(layout.recompute, partly),
             recomputed_per_block=0.0 if layout.recompute == "none" else saved_all,
             logits=self.framework_profile.logits * tokens * shape.logit_fraction * shape.vocab / t,
             hidden_bytes=hidden_bytes, recv_buffer_bytes=hidden_bytes / t, kept_fraction=kept_fraction,
@@ -272,16 +270,14 @@ class Estimator:
         recompute_fraction, backward_extra = 1.0 - layout.kept_fraction, inner.traffic
         moved = self.framework_profile.cast_bytes
         if moved and not self.keeps_compute_copy(layout):
-            weights = self.memory_inputs(layout)
-            backward_extra += self.machine.memory_time(
-                moved * (weights.block_weights + weights.expert_weights), bulk=True
-            )
-        forward = self.machine.bottleneck_time(inner.forward + inner.traffic, inner.launch_seconds)
-        backward = self.machine.bottleneck_time(inner.backward + backward_extra, 2 * inner.launch_seconds)
+            weights = (inputs := self.memory_inputs(layout)).block_weights + inputs.expert_weights
+            backward_extra += self.machine.memory_time(moved * weights, bulk=True)
+        forward = self.machine.bottleneck_time(inner.forward + inner.traffic, 1.5 * inner.launch_seconds)
+        backward = self.machine.bottleneck_time(inner.backward + backward_extra, 1.5 * inner.launch_seconds)
         backward += recompute_fraction * forward
         if layout.recompute == "selective":
             backward += self.selective_recompute_time(layout, inner)
-        exposed = {axis: (2.0 + recompute_fraction) * getattr(inner, axis) for axis in BLOCK_AXES}
+        exposed = {axis: (2.0 + recompute_fraction) * getattr(inner, axis) for axis in ("tensor", "context", "expert")}
         if layout.zero >= 2 and layout.shard > 1:
             gather = self.efficiency.weight_gather * self._weight_gather_time(layout)
             exposed_forward = self._exposed_comm(gather, forward) if layout.zero == 3 else 0.0
@@ -310,12 +306,10 @@ class Estimator:
             return 0.0
         stride = layout.world // layout.pipeline
         transfer = self.machine.p2p(self.stage_output_bytes(layout), min(stride, self.machine.cluster.domain_size))
-        # With several stages a rank has other work during a transfer.
-        hidden = self.efficiency.overlap_p2p if layout.stages_per_rank == 1 else self.efficiency.overlap_p2p_interleaved
-        return 2 * layout.stages_per_rank * transfer * (1.0 - hidden)
+        stages = layout.stages_per_rank  # each of which gives the rank other work during a transfer
+        return 2 * stages * transfer * (1.0 - self.efficiency.overlap_p2p) ** stages
 
     def stage_output_bytes(self, layout: Layout) -> float:
-        """Returns the bytes of one micro-batch that one stage sends to the next."""
         tokens = layout.micro_batch * self.shape.sequence / layout.context
         return self.kernel_profile.itemsize * tokens * self.shape.width / layout.tensor
 
@@ -348,8 +342,7 @@ class Estimator:
 
     def _exposed_comm(self, traffic: float, compute: float) -> float:
         """Returns the exposed part of `traffic` seconds that overlap with `compute` seconds, plus their contention."""
-        hidden = min(traffic, self.efficiency.overlap_data * compute)
-        return traffic - hidden + self.efficiency.contention * hidden
+        return traffic - (1.0 - CONTENTION) * min(traffic, self.efficiency.overlap_data * compute)
 
 
 def split_evenly(layers: int, pipeline: int) -> list[int]:

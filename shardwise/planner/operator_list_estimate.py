@@ -1,8 +1,7 @@
 """Predicts layouts of models given as lists of operator costs (`shardwise.planner.costs.model_shape`).
 
-Estimator and search treat such a model as equal blocks of average cost. All are planned over the data axes, replicated
-or sharded by ZeRO; T5 also over tensor and pipeline ranks. Its stages are assumed equal in time, since our engine
-balances them, and as large in memory as if all blocks were the largest.
+Estimator and search treat such a model as equal blocks of average cost. Stages are assumed equal in time, since our
+engine balances them, and as large in memory as if all blocks were the largest.
 
 A DLRM's tables are in host memory, split over the data ranks. Every rank reads the rows that the global batch needs,
 copies them to the device and sends them by an all-to-all; gradients return the same way. None of this overlaps.
@@ -72,18 +71,15 @@ class OperatorListEstimator(Estimator):
         inputs = typical(module.output_bytes for module in blocks)
         product_sizes = [[itemsize * p.groups * p.rows * p.columns for p in block.products] for block in blocks]
         matmul_outputs = typical(map(sum, product_sizes))
-        kept_fraction = layout.kept_fraction
-        saved = kept_fraction * saved_all
-        if layout.recompute == "selective":
-            saved = min(saved_all, matmul_outputs + inputs)
+        kept_fraction, is_selective = layout.kept_fraction, layout.recompute == "selective"
+        saved = min(saved_all, matmul_outputs + inputs) if is_selective else kept_fraction * saved_all
         hidden_bytes = max(module.output_bytes for module in (*first, *blocks))
-        recomputes = layout.recompute != "none"
         first_weights = sum(module.parameters for module in first)
         return MemoryInputs(
             typical(module.parameters for module in blocks), 0.0, first_weights,
             last_weights=sum(module.parameters for module in last),
             saved_per_block=saved + (1 - kept_fraction) * inputs,
-            recomputed_per_block=max(module.saved_bytes for module in blocks) if recomputes else 0.0,
+            recomputed_per_block=0.0 if layout.recompute == "none" else max(module.saved_bytes for module in blocks),
             logits=sum(module.saved_bytes for module in last), hidden_bytes=hidden_bytes,
             recv_buffer_bytes=hidden_bytes, kept_fraction=kept_fraction, head_weights=first_weights,
         )  # fmt: skip

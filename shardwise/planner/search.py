@@ -35,12 +35,11 @@ class SearchResult:
 
 
 def search(estimator: Estimator, devices: int, keep: int = 10) -> SearchResult:
-    begin = time.perf_counter()
-    classes = [(class_lower_bound(estimator, base), base) for base in layout_classes(estimator, devices)]
+    begin, bases = time.perf_counter(), layout_classes(estimator, devices)
+    classes = sorted(((class_lower_bound(estimator, base), base) for base in bases), key=lambda pair: pair[0])
     if not classes:
-        samples = estimator.samples
-        raise LayoutError(f"no layout of {devices} devices splits {samples} samples evenly; change one of them.")
-    classes.sort(key=lambda pair: pair[0])
+        split = f"{devices} devices splits {estimator.samples} samples"
+        raise LayoutError(f"no layout of {split} evenly; change one of them.")
     fastest, evaluated = _fastest_layouts(estimator, classes, keep)
     best = [estimator.predict(layout) for _, layout in fastest]
     if not best:  # micro-batch 1 and full recomputation need the least memory
@@ -77,11 +76,10 @@ def _fastest_layouts(estimator: Estimator, classes: TimedLayouts, keep: int) -> 
                 for schedule, virtual, stages in schedules_by_shape[key]:
                     evaluated += 1
                     busy = micro_batches * stages.largest_sum(*load) / estimator.efficiency.uncontended_speedup
-                    floor = (busy + estimator.efficiency.fixed_seconds) * jitter
-                    if floor > slowest:
+                    if (busy + estimator.efficiency.fixed_seconds) * jitter > slowest:
                         continue
-                    ranks = stages.distinct_ranks
-                    if engine and engine.min_memory(candidate, ranks, micro_batches, optimizer_bytes) > limit:
+                    sizes = candidate, stages.distinct_ranks, micro_batches, optimizer_bytes
+                    if engine and engine.min_memory(*sizes) > limit:
                         continue
                     layout = _replace_unchecked(candidate, schedule=schedule, virtual=virtual)
                     if not estimator.fits(layout) or estimator.min_seconds(layout) >= slowest:

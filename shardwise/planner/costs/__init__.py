@@ -14,8 +14,7 @@ def cached_by(key: Callable[[Any, Any], Hashable]) -> Callable[[Method], Method]
         @wraps(method)
         def cached(self: Any, argument: Any) -> Any:
             results = self.__dict__.setdefault(f"cached {method.__qualname__}", {})
-            found = key(self, argument)
-            if found not in results:
+            if (found := key(self, argument)) not in results:
                 results[found] = method(self, argument)
             return results[found]
 

@@ -1,10 +1,8 @@
 """Predicts each rank's peak memory in our engine from the exact stages and parameters of a layout.
 
-Parameters come from the model on the meta device, stages from training's `cut_stages`, formulas for activations and
-buffers from dry runs, with which `tests/test_dryrun.py` compares. A rank's peak is the largest of a few candidates: a
-block's backward, the loss, the embedding's gradient and the update, at every peak of the schedule.
-
-In formulas, `k` is the `BlockSizes`, `s` the bytes per element of the compute dtype, `w` those of the master dtype.
+Formulas come from dry runs, with which `tests/test_dryrun.py` compares. A rank's peak is the largest of candidates: a
+block's backward, the loss, the embedding's gradient and the update, at every peak of the schedule. `k` is the
+`BlockSizes`, `s` the bytes per element of the compute dtype, `w` those of the master dtype.
 """
 
 from collections.abc import Iterator, Sequence

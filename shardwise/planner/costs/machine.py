@@ -1,9 +1,5 @@
-"""Seconds of one operator or collective on one device of a cluster, from data-sheet peaks and fitted efficiencies, and
-of a decoder's embedding, blocks and head on one rank of our engine.
-
-How much of a device's peaks kernels and links reach is a few constants, global or per device family, which
-`tools/fit_planner.py` fits to published runs; `docs/explanation/planner.md` states the resulting error.
-"""
+"""Seconds of operators, collectives and a decoder's modules on one device, from data-sheet peaks and the shares of them
+that software reaches, which `tools/fit_planner.py` fits to published runs (`docs/explanation/planner.md`)."""
 
 import tomllib
 from dataclasses import dataclass
@@ -15,7 +11,8 @@ from shardwise.cluster import Cluster
 from shardwise.errors import JobError
 from shardwise.planner.costs.model_shape import ModelShape
 
-COLLECTIVE_LAUNCHES = 5  # kernels the host could launch in the time it takes to launch one collective
+ROUTING_KERNELS = 40  # that a forward launches to choose experts, dispatch tokens to them and combine their outputs
+COLLECTIVE_LAUNCHES = 3  # kernels the host could launch in the time it takes to launch one collective
 CONSTANTS = tomllib.loads((Path(__file__).parents[1] / "constants.toml").read_text(encoding="utf-8"))
 
 
@@ -28,12 +25,12 @@ class Efficiency:
     low_precision_matmul: float  # of the peak FLOP/s, in large matmuls of 8 bits or fewer, including scaling and casts
     attention: float  # of the 16-bit peak, in the forward of fused attention
     memory: float  # of the memory bandwidth, in elementwise operators
+
+    # For all families.
     inner: float  # of the bandwidth within a domain (node, rack, torus), in large collectives
     outer: float  # of the bandwidth between domains
     kernel_launch: float  # host seconds to launch one kernel
     overlap_tensor: float  # fraction of tensor-parallel communication that overlaps with matmuls
-
-    # For all families.
     attention_backward: float  # rate of attention's backward relative to its forward
     matmul_half_rate_depth: float  # inner dimension (k) at which a matmul reaches half of its rate
     wave_quantization: float  # fraction of the theoretical loss to partial tiles and waves that occurs in practice
@@ -44,11 +41,9 @@ class Efficiency:
     collective_start: float  # seconds until all ranks of a collective have arrived and it runs
     overlap_sharpness: float  # exponent of the p-norm of device and host time (`Machine.bottleneck_time`)
     overlap_data: float  # fraction of a pass that can hide gradient reduction or weight gathering
-    contention: float  # slowdown of compute by overlapped communication, as a fraction of the communication time
     overlap_expert: float  # fraction of expert dispatch that overlaps with compute
-    overlap_p2p: float  # fraction of transfers between stages that overlaps, with one stage per rank
-    overlap_p2p_interleaved: float  # the same with several stages per rank
-    routing_kernels: float  # kernels that a forward launches to dispatch tokens to experts and combine them
+    overlap_p2p: float  # fraction of transfers between stages that overlaps with the work of one stage
+    expert_kernels: float  # kernels that a forward launches for each expert of a rank
     jitter: float  # relative step time added by each doubling of the number of domains: waiting for the slowest
     fixed_seconds: float  # seconds added to every step
 
@@ -65,11 +60,12 @@ POSITIVE = (
     "matmul", "low_precision_matmul", "attention", "attention_backward", "memory", "inner", "outer", "unaligned_64",
     "grouped_matmul", "all_to_all", "overlap_sharpness", "uncontended_speedup",
 )  # fmt: skip
+OF_OLDER_FILES = ("unaligned_8", "contention", "overlap_p2p_interleaved")
 
 
 def efficiency_of(family: str, measured: dict[str, float]) -> Efficiency:
     """Returns a family's fitted constants, overridden by what `calibrate` measured."""
-    measured = {name: value for name, value in measured.items() if name != "unaligned_8"}  # of older files
+    measured = {name: value for name, value in measured.items() if name not in OF_OLDER_FILES}
     for name, value in measured.items():
         low, high = 0.01 if name in POSITIVE else 0.0, 1.0 if name.startswith(("overlap_", "wave_")) else 1e6
         high = 100.0 if name == "overlap_sharpness" else high
@@ -225,12 +221,10 @@ class ModuleTime(NamedTuple):
 
     @property
     def traffic(self) -> float:
-        """Exposed communication of a forward."""
         return self.tensor + self.context + self.expert
 
     @property
     def total(self) -> float:
-        """Forward and backward with their communication."""
         return self.forward + self.backward + 2 * self.traffic
 
 
@@ -242,7 +236,6 @@ class BlockTimeModel:
         self.machine, self.shape, self.kernel_profile = machine, shape, kernel_profile
 
     def block(self, degrees: ParallelDegrees, sparse: bool) -> ModuleTime:
-        """Returns the time of a dense block, or of one with experts."""
         machine, shape, e = self.machine, self.shape, self.machine.efficiency
         size, precision, t = self.kernel_profile.itemsize, self.kernel_profile.precision, degrees.tensor
         tokens = degrees.micro_batch * shape.sequence / degrees.context
@@ -278,7 +271,7 @@ class BlockTimeModel:
             moved += expert_moved
             dispatch_bytes, stride = size * routed_tokens * shape.width, t if degrees.expert > 1 else 1
             expert = 2 * machine.all_to_all(dispatch_bytes, degrees.expert, stride) * (1.0 - e.overlap_expert)
-            kernels += e.routing_kernels
+            kernels += ROUTING_KERNELS + e.expert_kernels * shape.experts / degrees.expert
         tensor = context = 0.0
         if t > 1:
             kernels += 2 * COLLECTIVE_LAUNCHES
@@ -315,11 +308,9 @@ class BlockTimeModel:
         return 24.0 - (8 if self.shape.positions else 0) - (0 if self.shape.gated else 2)
 
     def hidden_tokens(self, tokens: float, tensor: int) -> float:
-        """Returns the tokens a rank holds between tensor-parallel regions: sequence parallelism splits them."""
-        return tokens / tensor
+        return tokens / tensor  # sequence parallelism splits them between tensor-parallel regions
 
     def exposed_tensor_time(self, seconds: float) -> float:
-        """Returns what remains of tensor-parallel communication after overlap with matmuls."""
         return seconds * (1.0 - self.machine.efficiency.overlap_tensor)
 
     def loss_bytes_per_logit(self, tensor: int) -> float:

@@ -1,7 +1,4 @@
-"""Peak memory of one rank by category, in closed form.
-
-Dense decoders on our engine use the exact model in `shardwise.planner.costs.engine_memory` instead.
-"""
+"""Peak memory of one rank by category, in closed form; of dense decoders on our engine, see `engine_memory.py`."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -64,7 +61,7 @@ class RankMemory(NamedTuple):
 
     @property
     def total(self) -> float:
-        return self.weights + self.gradients + self.optimizer + self.activations + self.buffers + self.reserve
+        return sum(self)
 
 
 class StageLayers(NamedTuple):

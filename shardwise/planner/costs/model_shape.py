@@ -1,9 +1,5 @@
-"""The shape of a job's model: everything its cost depends on.
-
-A decoder is an embedding, a sequence of blocks and a head. A dense block is attention and a feed-forward layer; a
-sparse block has experts. Any other family is a list of the costs of its modules: traced, or listed by the family.
-Shapes are frozen, so that costs computed from them can be cached.
-"""
+"""The shape of a job's model: everything its cost depends on. A decoder is an embedding, blocks (dense, or sparse: with
+experts) and a head; any other family is a list of the costs of its modules: traced, or listed by the family."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

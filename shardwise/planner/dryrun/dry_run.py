@@ -1,11 +1,9 @@
 """Measures the memory and communication of one rank of any world size, without that world.
 
 A process acts as one rank, with a fake process group and fake tensors, and runs one step as in training while a
-`MemoryCommTracker` records every storage and every collective.
-
-Once the pipeline is full, every period (forward and backward of one micro-batch, or of one round of them) allocates and
-sends the same as the previous one. So a dry run stops shortly after and extrapolates: each remaining period adds one
-period's traffic and memory, plus what each micro-batch needs for the whole step. Tests compare with full runs.
+`MemoryCommTracker` records every storage and every collective. Once the pipeline is full, every period (of one
+micro-batch, or of one round of them) is like the previous one: a dry run stops shortly after, and adds the traffic and
+memory of a period for each that remains, plus what each micro-batch needs for the whole step.
 
 Tensors are those of PyTorch's eager kernels, but RMSNorm counts as fused, as on a GPU. The step is the first one, with
 optimizer state. In later ones DDP (`replicate` alone) rebuilds its buckets: the number of calls may differ slightly.
@@ -90,8 +88,8 @@ def dry_run(job: Job, layout: Layout, ranks: Sequence[int] | None = None) -> lis
     rank_list = list(typical_ranks(layout) if ranks is None else ranks)
     for rank in rank_list:
         if not 0 <= rank < layout.world:
-            ranks_text = f"{pluralize(layout.world, 'rank')}, from 0 to {layout.world - 1}"
-            raise LayoutError(f"rank {rank}: layout '{layout}' has {ranks_text}.")
+            count = pluralize(layout.world, "rank")
+            raise LayoutError(f"rank {rank}: layout '{layout}' has {count}, from 0 to {layout.world - 1}.")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with ProcessPoolExecutor(min(cores, len(rank_list)), get_context("fork"), _init_worker) as pool:
         futures = [pool.submit(_dry_run_rank, job, layout, rank) for rank in rank_list]
@@ -123,8 +121,7 @@ def _dry_run_rank(job: Job, layout: Layout, rank: int) -> RankReport:
 @contextmanager
 def fake_process_group(world: int, rank: int) -> Iterator[None]:
     """Initializes a fake process group: collectives return uninitialized data."""
-    # The import registers the backend.
-    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # which registers the backend
 
     if world > 1:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
@@ -389,11 +386,9 @@ def _traffic_rows(reports: Sequence[RankReport]) -> list[list[str]]:
     ]
     by_kind = [{(entry.axis, entry.kind): entry for entry in traffic} for traffic in columns]
     for kind in sorted({kind for entries in by_kind for kind in entries}, key=by_axis):
-        cells = []
-        for entries in by_kind:
-            entry = entries.get(kind)
-            cells += ["-", "-"] if entry is None else [f"{entry.count:,}", _format_gib(entry.bytes)]
-        rows.append([*kind, *cells])
+        found = [entries.get(kind) for entries in by_kind]
+        cells = ((f"{entry.count:,}", _format_gib(entry.bytes)) if entry else ("-", "-") for entry in found)
+        rows.append([*kind, *(text for pair in cells for text in pair)])
     return rows
 
 
