@@ -46,7 +46,8 @@ class Browser:
         self.out, self.into, self.rest, self.number = here[1], theirs[0], b"", 0
         self.requests: list[str] = []
         self.console: list[str] = []
-        target = self.ask("Target.getTargets")["targetInfos"][0]["targetId"]
+        targets = self.ask("Target.getTargets")["targetInfos"]
+        target = next(one["targetId"] for one in targets if one["type"] == "page")
         self.session = self.ask("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for room in ("Page", "Runtime", "Log", "Network"):
             self.ask(f"{room}.enable")
@@ -59,12 +60,12 @@ class Browser:
 
     def size(self, width: int, height: int, scale: float = 1.0) -> None:
         metrics = {"width": width, "height": height, "deviceScaleFactor": scale, "mobile": False}
-        for attempt in range(40):  # a page that has just been opened may not take it yet
+        for attempt in range(160):  # a page that has just been opened may not take it yet
             try:
                 self.ask("Emulation.setDeviceMetricsOverride", **metrics)
                 return
             except AssertionError:
-                if attempt == 39:
+                if attempt == 159:
                     raise
                 time.sleep(0.25)
 
