@@ -3,6 +3,7 @@ const COLUMNS = [
   ["run", (run) => run.name], ["status", (run) => run.status], ["started", (run) => run.begin ?? -Infinity], ["duration", (run) => run.seconds ?? -1],
   ["step", (run) => run.step ?? -1], ["loss", (run) => isNumber(run.loss) ? run.loss : Infinity], ["layout", (run) => run.layout || ""], ["tags", (run) => (run.tags || []).join(" ")],
 ];
+const NAMES = new Intl.Collator("en", { numeric: true });
 const rowNodes = new Map(), ticked = new Set();
 
 function sparkline(values) {
@@ -46,7 +47,7 @@ function arrangeRows(runs) {
   const [column, direction] = (view.sort || "started.down").split("."), value = (COLUMNS.find(([name]) => name === column) || COLUMNS[2])[1];
   const words = view.filter.toLowerCase().split(/\s+/).filter(Boolean), sign = direction === "down" ? -1 : 1;
   const shown = runs.map(listRow).filter((row) => words.every((word) => row.words.includes(word)));
-  shown.sort((a, b) => { const [x, y] = [value(a.run), value(b.run)]; return sign * (typeof x === "string" ? x.localeCompare(y, "en", { numeric: true }) : x - y) || a.run.name.localeCompare(b.run.name); });
+  shown.sort((a, b) => { const [x, y] = [value(a.run), value(b.run)]; return sign * (typeof x === "string" ? NAMES.compare(x, y) : x - y) || NAMES.compare(a.run.name, b.run.name); });
   document.querySelector("#runs tbody").replaceChildren(...shown.map((row) => row.node));
   for (const head of document.querySelectorAll("#runs th[data-column]")) head.setAttribute("aria-sort", head.dataset.column !== column ? "none" : direction === "down" ? "descending" : "ascending");
   document.getElementById("count").textContent = shown.length === runs.length ? `${runs.length} ${runs.length === 1 ? "run" : "runs"}` : `${shown.length} of ${runs.length} runs`;
