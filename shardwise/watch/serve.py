@@ -51,7 +51,7 @@ def _load(path: Path, time_ns: int, size: int) -> Any:
         lines += file.read().splitlines()[-2:]
     records = [record for line in lines if (record := parse_record(line, str)) is not None] or [{}]
     curve = {record.get("step", 0): to_float(record.get("loss")) for record in records}
-    return {"begin": records[0].get("time"), "curve": [loss for loss in curve.values() if math.isfinite(loss)],
+    return {"begin": records[0].get("time"), "curve": [float(f"{y:.4g}") for y in curve.values() if math.isfinite(y)],
             **{key: records[-1].get(key) for key in ("step", "loss", "time", "event")}}  # fmt: skip
 
 
