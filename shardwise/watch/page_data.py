@@ -20,8 +20,7 @@ from shardwise.metrics.trackers import flatten
 from shardwise.schedules.simulate import Action, Simulation, StageCosts, build_program, named_program, simulate
 from shardwise.watch.run_data import TIME_CATEGORIES, Goodput, RunData, bin_means, bin_starts, goodput, to_json_list
 
-MAX_POINTS, COMPARED_POINTS = 2000, 400  # points of a curve
-MAX_SEGMENTS = 8  # layouts of a run that the page can show
+MAX_POINTS, COMPARED_POINTS, MAX_SEGMENTS = 2000, 400, 8  # points of a curve; layouts of a run
 HEATMAP_COLUMNS, HEATMAP_ROWS = 240, 128
 MAX_EVENTS = 400
 CURVES = ("grad_norm", "lr", "tokens_per_s", "mfu", "memory_gib", "loss_scale", "gradient_compression_ratio",

@@ -34,22 +34,24 @@ CURVE_POINTS = 40  # of the small curve in the list
 @lru_cache(maxsize=1 << 14)
 def _load(path: Path, time_ns: int, size: int) -> Any:
     """Returns what the list shows of a file; `time_ns` and `size` say which version of it."""
-    if path.name == "job.toml":
-        return load_job(path).total_steps
+    if path.name == "job.toml":  # the whole job only if need be: a thousand take seconds
+        head = path.read_text(encoding="utf-8").partition("\n[")[0]
+        steps = re.search(r"^steps = (\d+)$", head, re.MULTILINE)
+        return int(steps[1]) if steps and "\ntokens" not in head else load_job(path).total_steps
     if path.name == "plan.toml":  # the layout stands before the first table: tables are most of the file
         return str(parse_toml(path.read_text(encoding="utf-8").partition("\n[")[0]).get("layout", ""))
     if path.name == "notes.json":
         return parse_notes(path.read_bytes())
     lines = []
     with path.open("rb") as file:
-        for place in range(0, size, size // CURVE_POINTS + 1):  # a curve needs no more than a few of the records
+        for place in range(0, size, size // (CURVE_POINTS if path.stem == "metrics" else 1) + 1):  # a few records do
             file.seek(place)
             lines.append(file.readline() and file.readline() if place else file.readline())
         file.seek(max(0, size - TAIL_BYTES))
         lines += file.read().splitlines()[-2:]
     records = [record for line in lines if (record := parse_record(line, str)) is not None] or [{}]
     curve = {record.get("step", 0): to_float(record.get("loss")) for record in records}
-    return {"begin": records[0].get("time"), "curve": [loss for loss in curve.values() if math.isfinite(loss)],
+    return {"begin": records[0].get("time"), "curve": [float(f"{y:.4g}") for y in curve.values() if math.isfinite(y)],
             **{key: records[-1].get(key) for key in ("step", "loss", "time", "event")}}  # fmt: skip
 
 

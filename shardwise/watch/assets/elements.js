@@ -11,9 +11,11 @@ const RUN_COLOURS = ["#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#9c
 const colour = (name, n) => COLOURS[name] || RUN_COLOURS[n % RUN_COLOURS.length];
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
+const WHOLE = new Intl.NumberFormat("en"), DATE = new Intl.DateTimeFormat("sv-SE", { dateStyle: "short", timeStyle: "short" });  // slow to make
+
 const isNumber = (x) => typeof x === "number" && Number.isFinite(x);
 const formatNumber = (x) => x === null || x === undefined ? "" : typeof x !== "number" ? String(x)
-  : Number.isInteger(x) && Math.abs(x) < 1e9 ? x.toLocaleString("en")
+  : Number.isInteger(x) && Math.abs(x) < 1e9 ? WHOLE.format(x)
     : x !== 0 && (Math.abs(x) < 1e-3 || Math.abs(x) >= 1e6) ? x.toExponential(2) : String(+x.toPrecision(4));
 const formatCount = (x) => {  // for an axis of tokens: 1.5M
   const power = Math.abs(x) >= 1e3 ? Math.min(4, Math.floor(Math.log10(Math.abs(x)) / 3 + 1e-9)) : 0;
@@ -25,7 +27,7 @@ const formatDuration = (x) => {
   const whole = Math.round(x), [days, hours, minutes] = [Math.floor(whole / 86400), Math.floor(whole / 3600) % 24, Math.floor(whole / 60) % 60];
   return days ? `${days} d ${hours} h` : hours ? `${hours} h ${minutes} min` : minutes ? `${minutes} min ${whole % 60} s` : `${whole} s`;
 };
-const formatDate = (x) => isNumber(x) ? new Date(1e3 * x).toLocaleString("sv-SE", { dateStyle: "short", timeStyle: "short" }) : "";
+const formatDate = (x) => isNumber(x) ? DATE.format(new Date(1e3 * x)) : "";
 const formatPercent = (x) => `${(100 * x).toFixed(x < 0.1 ? 1 : 0)}%`;
 const formatLoss = (x) => isNumber(x) ? x.toFixed(4) : x === null || x === undefined ? "" : String(x);
 

@@ -40,7 +40,8 @@ addEventListener("keydown", (event) => {
 
 const live = document.documentElement.dataset.live;
 if (live) {
-  const indicator = document.getElementById("live"), pause = isList ? 5000 : 2000;
+  const indicator = document.getElementById("live");
+  const pause = () => isList && latest.list.some((run) => run.status === "not read yet") ? 300 : document.hidden ? 10000 : isList ? 5000 : 2000;
   const tell = (text, kind) => { if (indicator.textContent !== text) indicator.replaceChildren(badge(text, kind)); };
   const poll = async () => {
     try {
@@ -48,7 +49,7 @@ if (live) {
       if (answer.status === 200) { latest = await answer.json(); show(latest); }
       tell("live", "live");
     } catch (error) { tell("server unreachable; showing the last data received", "failed"); }
-    setTimeout(poll, document.hidden ? 10000 : pause);
+    setTimeout(poll, pause());
   };
-  setTimeout(poll, isList && latest.list.some((run) => run.status === "not read yet") ? 200 : pause);
+  setTimeout(poll, pause());
 }
