@@ -1,7 +1,6 @@
 """Atomic writes of files and folders, locks, the cache folder, and the one parser of every TOML and JSON file."""
 
 import json
-import lzma
 import os
 import re
 import tomllib
@@ -90,7 +89,7 @@ def os_errors_as(kind: type[ShardwiseError], problem: str) -> Iterator[None]:
     """Turns an OSError, or what damaged compressed files raise, into an error of this kind: the problem, its cause."""
     try:
         yield
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise kind(f"{problem}: {getattr(error, 'strerror', '') or error}.") from None
 
 

@@ -7,14 +7,13 @@ larger ones, the first and the last among them; a change between these blocks sh
 images the names and sizes of its files are recorded, and any change is an error. Compressed files are decompressed.
 """
 
-import bz2
 import gzip
 import io
 import json
-import lzma
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,13 @@ from shardwise.object_store import cached_path, local_copy, original_name, parse
 BLOCK_BYTES, BLOCKS = 16 << 10, 16
 
 
-def _open_zstd(file: io.BufferedReader) -> Any:
-    arrow = import_extra("pyarrow", "arrow", "a .zst file")
-    return io.BufferedReader(arrow.CompressedInputStream(arrow.PythonFile(file, "r"), "zstd"), 1 << 18)
+def _open_with_arrow(kind: str, file: io.BufferedReader) -> Any:
+    arrow = import_extra("pyarrow", "arrow", f"a file in {kind}'s format")
+    return io.BufferedReader(arrow.CompressedInputStream(arrow.PythonFile(file, "r"), kind), 1 << 18)
 
 
-DECOMPRESSORS: dict[str, Any] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zstd}
+DECOMPRESSORS: dict[str, Any] = {".gz": gzip.open}
+DECOMPRESSORS |= {".zst": partial(_open_with_arrow, "zstd"), ".bz2": partial(_open_with_arrow, "bz2")}
 
 
 @dataclass(frozen=True)
