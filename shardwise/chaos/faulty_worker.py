@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -176,19 +177,15 @@ def corrupt_checkpoint(run: Path, seed: int) -> None:
         return
     rng = random.Random(seed)
     path = rng.choice(sorted(good[0][1].iterdir()))
-    content = bytearray(path.read_bytes())
+    content = np.memmap(path, mode="r+")
     content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-    path.write_bytes(content)
     (run / "faults" / f"flipped-{seed}").write_text(f"{path.parent.name}/{path.name}")
 
 
 def corrupt_snapshots(folder: Path, rank: int) -> None:
     """Flips one bit in each snapshot of a rank."""
     for path in folder.glob(f"rank-{rank}.[0-9]"):
-        with path.open("r+b") as file:
-            byte = file.read(1)[0]
-            file.seek(0)
-            file.write(bytes([byte ^ 64]))  # one bit differs
+        np.memmap(path, mode="r+")[0] ^= 64
 
 
 def main(arguments: list[str], injector: type[FaultInjector] = FaultInjector, **options: Any) -> None:

@@ -95,28 +95,23 @@ def _worker_main(
 
 
 def _collect_results(workers: list[Any], timeout: float, folder: Path) -> list[Any]:
-    results: dict[int, Any] = {}
-    failures: list[tuple[int, int, Any]] = []
+    outcomes: dict[int, tuple[bool, int, Any]] = {}  # by rank: whether it succeeded, when it ended, result or error
     deadline = time.monotonic() + timeout
     pending = {worker.sentinel: rank for rank, worker in enumerate(workers)}
     while pending:
         # After a failure, give the others a moment to report that they failed earlier.
-        ready = wait(list(pending), timeout=0.5 if failures else max(0.0, deadline - time.monotonic()))
+        has_failed = not all(succeeded for succeeded, _, _ in outcomes.values())
+        ready = wait(list(pending), timeout=0.5 if has_failed else max(0.0, deadline - time.monotonic()))
         if not ready:
             break
         for rank in [pending.pop(sentinel) for sentinel in ready]:  # type: ignore[call-overload]
             try:
-                succeeded, timestamp, payload = pickle.loads((folder / f"result{rank}").read_bytes())
+                outcomes[rank] = pickle.loads((folder / f"result{rank}").read_bytes())
             except (FileNotFoundError, EOFError, pickle.UnpicklingError):  # it was killed
                 workers[rank].join()  # for its exit code
-                message = f"rank {rank} exited with code {workers[rank].exitcode}"
-                succeeded, timestamp, payload = False, time.time_ns(), message
-            if succeeded:
-                results[rank] = payload
-            else:
-                failures.append((timestamp, rank, payload))
-    if failures:
-        _, rank, payload = min(failures, key=lambda failure: failure[0])
+                outcomes[rank] = False, time.time_ns(), f"rank {rank} exited with code {workers[rank].exitcode}"
+    if failures := [outcome for outcome in outcomes.values() if not outcome[0]]:
+        payload = min(failures, key=lambda outcome: outcome[1])[2]
         raise payload if isinstance(payload, ShardwiseError) else RunError(str(payload))
     if pending:
         unfinished = sorted(pending.values())
@@ -125,4 +120,4 @@ def _collect_results(workers: list[Any], timeout: float, folder: Path) -> list[A
         time.sleep(0.3)
         stacks = "\n".join(f"rank {rank}:\n{(folder / f'stack{rank}').read_text()}" for rank in unfinished)
         raise RunError(f"ranks {unfinished} did not finish within {timeout:.0f} s.\n{stacks}")
-    return [results[rank] for rank in range(len(workers))]
+    return [outcomes[rank][2] for rank in range(len(workers))]

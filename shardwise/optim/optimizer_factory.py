@@ -20,18 +20,13 @@ ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "A
 
 def make_optimizer(settings: OptimizerConfig, shards: Sequence[ParamShard]) -> torch.optim.Optimizer:
     """Builds the optimizer for this rank's shards; some communicate in each step to get full norms or matrices."""
-    defaults: dict[str, Any] = {"lr": settings.lr}
-    groups = _param_groups(settings, shards)
-    if settings.name == "sgd":
-        return SGD(groups, {**defaults, "momentum": settings.momentum}, shards)
-    if settings.name == "lamb":
-        return LAMB(groups, {**defaults, "betas": settings.betas, "eps": settings.eps}, shards)
-    if settings.name == "adafactor":
-        return Adafactor(groups, defaults, shards)
+    defaults = {key: getattr(settings, key) for key in ("lr", "momentum", "betas", "eps")}
+    if (kind := {"sgd": SGD, "lamb": LAMB, "adafactor": Adafactor}.get(settings.name)) is not None:
+        return kind(_param_groups(settings, shards), defaults, shards)
     matrices = [shard for shard in shards if shard.is_matrix]
     if settings.name == "muon" and matrices:
         adamw = _make_adamw(settings, [shard for shard in shards if not shard.is_matrix])
-        return Muon(_param_groups(settings, matrices), {**defaults, "momentum": settings.momentum}, matrices, adamw)
+        return Muon(_param_groups(settings, matrices), defaults, matrices, adamw)
     return _make_adamw(settings, shards)
 
 

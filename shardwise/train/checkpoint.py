@@ -353,20 +353,16 @@ def init_optimizer_state(index: Index, optimizer: Optimizer, param_shards: list[
         weight, state = param_shard.tensor, optimizer.state[param_shard.tensor]
         state.clear()
         for key, entry in entries.get(param_shard.name, {}).items():
-            if not entry["shape"]:
-                # The step count: only fused and capturable optimizers keep it on the weight's device.
-                device = weight.device if step_on_device.get(id(weight)) else torch.device("cpu")
-                state[key] = torch.zeros((), dtype=dcp_storage.dtype_of(entry), device=device)
-            else:
-                has_weight_dtype = entry["dtype"] == index[f"weights.{param_shard.name}"]["dtype"]
-                size = list(weight.shape)
-                if sharded is not None and (dim := sharded.collapsed_dims.get(key)) is not None:
-                    size[dim] = 1
-                dtype = weight.dtype if has_weight_dtype else dcp_storage.dtype_of(entry)
-                if sharded is None:
-                    state[key] = weight.new_zeros(size, dtype=dtype)
-                else:
-                    state[key] = sharded.state_zeros(weight, key, size, dtype)
+            size, dtype, device = list(weight.shape), dcp_storage.dtype_of(entry), weight.device
+            if not entry["shape"]:  # the step count: only fused and capturable optimizers keep it on the device
+                state[key] = torch.zeros((), dtype=dtype, device=device if step_on_device.get(id(weight)) else "cpu")
+                continue
+            if entry["dtype"] == index[f"weights.{param_shard.name}"]["dtype"]:
+                dtype = weight.dtype
+            if sharded is not None and (dim := sharded.collapsed_dims.get(key)) is not None:
+                size[dim] = 1
+            zeros = weight.new_zeros if sharded is None else partial(sharded.state_zeros, weight, key)
+            state[key] = zeros(size, dtype=dtype)
 
 
 def check_matches_model(path: Path, index: Index, needed: dict[str, torch.Size], group: CheckpointGroup) -> None:

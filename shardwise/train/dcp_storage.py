@@ -136,6 +136,15 @@ def _read_file(path: Path, parts: list[tuple[int, int, tuple[slice, ...], Tensor
             target.copy_(torch.load(view, map_location="cpu", weights_only=True)[source])
 
 
+def read_tensor(folder: Path, index: Index, name: str, part: tuple[slice, ...] = ()) -> Tensor:
+    """Reads a tensor of a checkpoint, or a part of it, in one process."""
+    spans = [(span.start, span.stop) for span in part] or [(0, size) for size in index[name]["shape"]]
+    out = torch.empty([stop - start for start, stop in spans], dtype=dtype_of(index[name]))
+    piece = CheckpointPiece(out, tuple(start for start, _ in spans), torch.Size(index[name]["shape"]))
+    read_pieces(folder, index, {name: piece}, CheckpointGroup())
+    return out
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

@@ -46,7 +46,7 @@ from shardwise.models.lora import is_transposed, mark_quantized, matches
 from shardwise.models.pretrained import INDEX_FILE, open_folder
 from shardwise.models.sharding import is_adapter
 from shardwise.train.checkpoint_folder import CheckpointGroup, find_newest_valid
-from shardwise.train.dcp_storage import Index, Pieces, dtype_name, dtype_of, read_index, read_pieces, weight_pieces
+from shardwise.train.dcp_storage import Index, Pieces, dtype_name, read_index, read_pieces, read_tensor, weight_pieces
 from shardwise.train.local_machine import require_memory
 from shardwise.train.run_folder import RunFolder, copy_tokenizer_files
 from shardwise.train.warm_start import run_weights
@@ -160,11 +160,7 @@ class Export:
         return update.mT if is_transposed(root.get_submodule(owner)) else update
 
     def _read_adapter(self, name: str) -> Tensor:
-        entry = self.index[f"weights.{name}"]
-        tensor = torch.empty(entry["shape"], dtype=dtype_of(entry))
-        pieces = weight_pieces({f"weights.{name}": tensor})
-        read_pieces(self.checkpoint, {f"weights.{name}": entry}, pieces, CheckpointGroup())
-        return tensor
+        return read_tensor(self.checkpoint, self.index, f"weights.{name}")
 
     def write_adapter(self, folder: Path, config: ModelConfig) -> int:
         """Writes the adapters, for peft; returns their bytes."""

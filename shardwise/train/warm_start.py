@@ -19,7 +19,7 @@ from shardwise.parallel.engine import Engine
 from shardwise.parallel.prepare import Prepared
 from shardwise.train.checkpoint import collect_pieces, share_tied_weights
 from shardwise.train.checkpoint_folder import CheckpointGroup, find_newest_valid, valid_checkpoints
-from shardwise.train.dcp_storage import CheckpointPiece, Index, Pieces, dtype_of, read_index, read_pieces
+from shardwise.train.dcp_storage import CheckpointPiece, Index, Pieces, read_index, read_pieces, read_tensor
 from shardwise.train.run_folder import RunFolder
 
 
@@ -68,11 +68,7 @@ class StoredWeight:
     name: str
 
     def __getitem__(self, index: tuple[slice, ...]) -> torch.Tensor:
-        entry = self.weights.index[self.name]
-        out = torch.empty([part.stop - part.start for part in index], dtype=dtype_of(entry))
-        piece = CheckpointPiece(out, tuple(part.start for part in index), torch.Size(entry["shape"]))
-        read_pieces(self.weights.checkpoint, {self.name: entry}, {self.name: piece}, CheckpointGroup())
-        return out
+        return read_tensor(self.weights.checkpoint, self.weights.index, self.name, index)
 
 
 def run_weights(job: Job) -> RunWeights | None:

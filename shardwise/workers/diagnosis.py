@@ -335,14 +335,9 @@ def request_dumps(
     send_signal()
     deadline = time.monotonic() + timeout
     files = [heartbeat_folder(run) / f"rank-{rank}.collectives" for rank in ranks]
-    while time.monotonic() < deadline and not all(_is_fresh(file, requested_at) for file in files):
+    is_fresh = lambda file: file.exists() and file.stat().st_mtime > requested_at - 1.0  # noqa: E731
+    while time.monotonic() < deadline and not all(map(is_fresh, files)):
         wait(0.01)
-
-
-def _is_fresh(file: Path, requested_at: float) -> bool:
-    with suppress(OSError):
-        return file.stat().st_mtime > requested_at - 1.0
-    return False
 
 
 def save_diagnosis(run: Path, diagnosis: Diagnosis, kind: str, exit_reasons: dict[int, str]) -> None:
