@@ -61,6 +61,8 @@ const formatTick = (x) => x === null ? "" : Math.abs(x) >= 1e4 ? formatCount(x) 
 const smoothing = () => +view.smooth > 0;
 const faint = (shade) => `${shade}55`;
 
+const WHOLE_STEPS = [...new Array(14).keys()].flatMap((power) => [1, 2, 5].map((n) => n * 10 ** power));  // there is no step 2.5
+
 function logTicks(u, axis, low, high) {
   // uPlot's own ticks are for whole decades; these are round numbers between any two.
   const ticks = [], decades = Math.log10(high / low);
@@ -97,7 +99,7 @@ function linePlot(id, box, data, lines, options = {}) {
     width, height: options.height || 240, scales: { x: { time: false }, y: { distr: log ? 3 : 1, ...(range ? { range } : {}) } },
     legend: { live: true }, padding: [8, 16, 0, 0],
     cursor: { drag: { x: true, y: false, setScale: false }, sync: { key: "page" }, bind: { mousedown: (u, target, begin) => (event) => event.shiftKey ? startPan(u, event) : begin(event), dblclick: () => () => setZoom(null) } },
-    axes: [{ ...axis, space: narrow ? 70 : 60, values: (u, all) => all.map(formatX) }, { ...axis, size: narrow ? 50 : 58, values: (u, all) => all.map(formatTick), ...(log ? { splits: logTicks, filter: (u, all) => all } : {}) }],
+    axes: [{ ...axis, space: narrow ? 70 : 60, values: (u, all) => all.map(formatX), ...(view.x === "time" ? {} : { incrs: WHOLE_STEPS }) }, { ...axis, size: narrow ? 50 : 58, values: (u, all) => all.map(formatTick), ...(log ? { splits: logTicks, filter: (u, all) => all } : {}) }],
     bands: options.bands || [],
     series: [{ label: options.x || "step", value: (u, x, n, index) => formatX(index === null ? last(u.data[0]) : x) }, ...lines.map((line) => ({
       width: 1.5, points: { show: data[0].length < 3 }, value: (u, x, n, index) => formatNumber(index === null ? last(u.data[n]) : x), spanGaps: true, ...line }))],
