@@ -268,12 +268,12 @@ class Estimator:
         """Returns the time of a block, with recomputation and exposed communication."""
         inner, _, _ = self.module_times(self.parallel_degrees(layout))
         recompute_fraction, backward_extra = 1.0 - layout.kept_fraction, inner.traffic
-        moved = self.framework_profile.cast_bytes
-        if moved and not self.keeps_compute_copy(layout):
+        if (moved := self.framework_profile.cast_bytes) and not self.keeps_compute_copy(layout):
             weights = (inputs := self.memory_inputs(layout)).block_weights + inputs.expert_weights
             backward_extra += self.machine.memory_time(moved * weights, bulk=True)
-        forward = self.machine.bottleneck_time(inner.forward + inner.traffic, 1.5 * inner.launch_seconds)
-        backward = self.machine.bottleneck_time(inner.backward + backward_extra, 1.5 * inner.launch_seconds)
+        host = 1.5 * inner.launch_seconds  # in both: a backward has twice the kernels, but no Python between them
+        forward = self.machine.bottleneck_time(inner.forward + inner.traffic, host)
+        backward = self.machine.bottleneck_time(inner.backward + backward_extra, host)
         backward += recompute_fraction * forward
         if layout.recompute == "selective":
             backward += self.selective_recompute_time(layout, inner)

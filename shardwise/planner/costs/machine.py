@@ -217,7 +217,7 @@ class ModuleTime(NamedTuple):
     context: float = 0.0
     expert: float = 0.0
     moved_bytes: float = 0.0  # bytes that elementwise operators move in a forward; a backward moves twice as many
-    launch_seconds: float = 0.0  # host time to launch a forward's kernels; a backward takes twice as long
+    launch_seconds: float = 0.0  # host time to launch a third of the kernels of forward and backward
 
     @property
     def traffic(self) -> float:
