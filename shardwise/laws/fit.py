@@ -80,8 +80,8 @@ def read_runs(paths: Sequence[Path], parameter_scope: str = "all") -> Runs:
 
 
 def _runs_from_rows(rows: Sequence[RunRow], parameter_scope: str) -> Runs:
-    names, *columns = zip(*rows)
-    return Runs(names, *map(np.array, columns), parameter_scope)
+    names, parameters, tokens, loss, flops = zip(*rows)
+    return Runs(names, np.array(parameters), np.array(tokens), np.array(loss), np.array(flops), parameter_scope)
 
 
 def read_csv(path: Path, parameter_scope: str = "all") -> Runs:

@@ -18,12 +18,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -220,17 +221,17 @@ def _add_scaled(total: Counter[Any], part: Counter[Any], times: int, divisor: in
 
 def _record_step(job: Job, layout: Layout, micro_batches: int, fake: bool) -> StepRecording:
     tracker = MemoryCommTracker()
-    modes = [FakeTensorMode(allow_non_fake_inputs=True), tracker] if fake else [tracker]
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext()
     order = auto_schedule_order(job, layout, CLUSTERS["h100"])
     example = job_stream(job, synthetic_source(job, 1)).read(np.arange(1))
-    engine = parallelize(prepare(job, layout), torch.device("cpu"), _enter_all(modes), order)
+    engine = parallelize(prepare(job, layout), torch.device("cpu"), _recorded(tracker, fake_mode), order)
     tracker.axes = axis_by_group(engine.mesh)
     forward_starts: list[int] = []
     engine.chains[0].register_forward_pre_hook(lambda *args: forward_starts.append(tracker.now()))
     backward_ends = _track_engine(engine, tracker)
     gc.disable()  # collections at random times would make the trace nondeterministic
     try:
-        with _enter_all(modes), _gpu_kernels():
+        with _recorded(tracker, fake_mode):
             optimizer = engine.make_optimizer(job)
             # Initializes the optimizer state, which otherwise happens at the end of the first step.
             for param_shard in engine.param_shards:
@@ -283,24 +284,14 @@ softmax_loss = loss.cross_entropy_with_grad
 
 
 @contextmanager
-def _gpu_kernels() -> Iterator[None]:
-    """Replaces operators that are fused on GPU by ones that allocate like the fused kernel."""
-    rms_norm, addmm_ = torch.nn.functional.rms_norm, loss.addmm_
-    torch.nn.functional.rms_norm = lambda x, shape, weight, eps: FusedRMSNorm.apply(x, weight)  # type: ignore
-    loss.cross_entropy_with_grad = _fused_loss
-    loss.addmm_ = lambda total, a, b: addmm_(total, a, b) if a.dtype == total.dtype else None
-    try:
-        yield
-    finally:
-        torch.nn.functional.rms_norm = rms_norm
-        loss.cross_entropy_with_grad, loss.addmm_ = softmax_loss, addmm_
-
-
-@contextmanager
-def _enter_all(modes: Sequence[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for mode in modes:
-            stack.enter_context(mode)
+def _recorded(tracker: MemoryCommTracker, fake_mode: AbstractContextManager[Any]) -> Iterator[None]:
+    """Records, with operators that are fused on a GPU replaced by ones that allocate like the fused kernel."""
+    addmm_ = loss.addmm_
+    rms_norm = patch.object(nn.functional, "rms_norm", lambda x, shape, weight, eps: FusedRMSNorm.apply(x, weight))
+    fused_products = patch.object(
+        loss, "addmm_", lambda total, a, b: addmm_(total, a, b) if a.dtype == total.dtype else None
+    )
+    with fake_mode, tracker, rms_norm, fused_products, patch.object(loss, "cross_entropy_with_grad", _fused_loss):
         yield
 
 
