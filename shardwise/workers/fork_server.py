@@ -146,11 +146,10 @@ def serve(connection: socket.socket) -> None:
                 owned = (command["own"], command["token"]) if "own" in command else owned
                 _handle_command(command, groups, channel)
     # The launcher is gone, or has lost the run folder: nobody may write there any more.
-    signal_all([pid for group in groups.values() for pid in group.pids.values()], signal.SIGKILL)
-    while any(group.pids for group in groups.values()):
-        for group in groups.values():
-            list(_poll_workers(group))
-        time.sleep(0.01)
+    pids = [pid for group in groups.values() for pid in group.pids.values()]
+    signal_all(pids, signal.SIGKILL)
+    for pid in pids:
+        os.waitpid(pid, 0)
     for key in filter(None, snapshot_keys):
         remove_snapshots(key)
 
@@ -193,16 +192,12 @@ def signal_all(pids: Iterable[int], number: int) -> None:
 def _poll_workers(group: _ForkedGroup) -> Iterable[Message]:
     """Yields the state changes of a group's workers since the last call."""
     for rank, pid in list(group.pids.items()):
-        while True:
-            changed_pid, status = os.waitpid(pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
-            if not changed_pid:
-                break
-            if os.WIFSTOPPED(status) or os.WIFCONTINUED(status):
-                yield {"rank": rank, "stopped": os.WIFSTOPPED(status)}
-                continue
-            del group.pids[rank]
-            yield {"rank": rank, "code": os.waitstatus_to_exitcode(status)}
-            break
+        while rank in group.pids and (change := os.waitpid(pid, os.WNOHANG | os.WUNTRACED | os.WCONTINUED))[0]:
+            if os.WIFSTOPPED(change[1]) or os.WIFCONTINUED(change[1]):
+                yield {"rank": rank, "stopped": os.WIFSTOPPED(change[1])}
+            else:
+                del group.pids[rank]
+                yield {"rank": rank, "code": os.waitstatus_to_exitcode(change[1])}
 
 
 def _fork_workers(command: Message, channel: MessageChannel) -> _ForkedGroup:
