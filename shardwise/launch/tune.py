@@ -76,14 +76,14 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """The fastest tenth of the steps of a fast run (the lower quartile), since other load only adds time."""
-        return math.inf if self.problem or not self.runs else sorted(map(quick_step, self.runs))[len(self.runs) // 4]
+        """The fastest tenth of its steps, since other load only adds time; infinite if it was not measured."""
+        return math.inf if self.problem else min(map(quick_step, self.runs), default=math.inf)
 
     @property
     def error(self) -> float:
-        """How far the next run, or the median step of a single one, is from that; relative."""
-        _, slower, *_ = [*sorted(map(quick_step, self.runs))[len(self.runs) // 4 :], statistics.median(self.runs[-1])]
-        return slower / self.seconds - 1.0
+        """How far its two fastest runs, or the fastest tenth and the median of a single one, are apart; relative."""
+        best, *others = sorted(self.runs, key=quick_step)
+        return (quick_step(others[0]) if others else statistics.median(best)) / self.seconds - 1.0
 
     def may_be_faster_than(self, other: "Candidate") -> bool:
         return (1.0 - 2 * self.error) * self.seconds < (1.0 + 2 * other.error) * other.seconds
@@ -107,7 +107,7 @@ class Tuner:
     candidates: list[Candidate] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.job, self.finalists = self.plan.job, list[Candidate]()
+        self.job = self.plan.job
         self.record, self.sources, _ = open_data(prepare(self.job, Layout()), None, StartOptions())
         self.planned = {prediction.layout: prediction for prediction in self.search(self.plan.cluster)}
 
@@ -188,13 +188,12 @@ class Tuner:
             steps *= 2
             self.say(f"those that may be the fastest again, for {steps} steps each")
             self.measure_all(left, steps)
-            self.finalists, left = left, [one for one in self.ranking() if one in left]
+            left = [one for one in self.ranking() if one in left]
         return self.refined()
 
     def ranking(self) -> list[Candidate]:
-        """Returns the candidates that were measured: the fastest of the last round first, then all others."""
-        measured = [one for one in self.candidates if one.seconds < math.inf]
-        return sorted(measured, key=lambda one: (one not in self.finalists, one.seconds))
+        """Returns the candidates that were measured, the fastest first."""
+        return sorted((one for one in self.candidates if one.seconds < math.inf), key=lambda one: one.seconds)
 
     def refined(self) -> Cluster:
         measured = {candidate.layout: candidate.seconds for candidate in self.ranking()}
