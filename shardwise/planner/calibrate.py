@@ -9,18 +9,16 @@ import gc
 import statistics
 import tomllib
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
 import torch._functorch.config as functorch
 import torch.distributed as dist
 import torch.nn.functional as F
-from scipy.optimize import least_squares
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
@@ -30,14 +28,12 @@ from shardwise.comm.collectives import Axis, all_gather, ping_pong, reduce_scatt
 from shardwise.comm.world import run_world
 from shardwise.errors import JobError, suggest
 from shardwise.files import require_parent_folder
-from shardwise.job import DecoderConfig, Job, make_job
-from shardwise.layout import Layout
+from shardwise.job import DecoderConfig, make_job
 from shardwise.models.chain import init_weights
 from shardwise.models.gpt import DecoderBlock, build_gpt
 from shardwise.parallel.parallelize import ACTIVATION_MEMORY_BUDGET
 from shardwise.planner.costs.machine import BlockTimeModel, KernelProfile, Machine, ParallelDegrees, efficiency_of
 from shardwise.planner.costs.model_shape import shape_of
-from shardwise.planner.plan import make_estimator
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FRESH_PROCESSES = True  # measure in new processes, in which nothing has run yet
@@ -50,7 +46,6 @@ WARMUP_STEPS = 100  # before measuring, since a cool GPU is faster
 KERNEL_CATEGORIES = {"matmul": "matmul", "attention": "attention", "memory": "elementwise"}
 KERNELS_PER_BLOCK = 72  # of a block's forward and backward, as `BlockTimeModel` counts them
 SETTINGS: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
-REFINE, REFINED = SETTINGS["refine"], SETTINGS["refined"]
 
 
 def calibrate_to_file(out: Path, processes: int, device: str) -> str:
@@ -79,29 +74,6 @@ def calibrate(kind: str, processes: int) -> Cluster:
         measurements.append(run_world(_measure_links, processes, is_fresh_process=FRESH_PROCESSES))
     values = {key: statistics.mean(rank[key] for rank in ranks) for ranks in measurements for key in ranks[0]}
     return _make_cluster(kind, processes, values)
-
-
-def refine(cluster: Cluster, job: Job, measured: dict[Layout, float]) -> Cluster:
-    """Returns the cluster with the constants for which the planner predicts these step times best: a regression of
-    logarithms in which each constant has a prior at its value so far. What no step time depends on stays as it was."""
-    start = asdict(efficiency_of(cluster.device.family, cluster.measured))
-    least = {name: low for name, low in REFINED.items() if name != "uncontended_speedup" or start[name] > low}
-    low = np.log(list(least.values()))
-    prior = np.maximum(low + 1e-3, np.log([max(start[name], 1e-9) for name in least]))
-    times = np.log(list(measured.values()))
-
-    def refined(values: np.ndarray) -> Cluster:
-        found = dict(zip(least, np.exp(values).tolist(), strict=True))
-        return replace(cluster, measured={**cluster.measured, **found})
-
-    def errors(values: np.ndarray) -> np.ndarray:
-        estimator = make_estimator(job, refined(values))
-        predicted = np.log([estimator.predict_seconds(layout) for layout in measured])
-        return np.concatenate([(predicted - times) / REFINE["step_error"], (values - prior) / REFINE["prior_error"]])
-
-    # The schedules' simulation makes small jumps: slopes are taken over 1%.
-    fit = least_squares(errors, prior, bounds=(low, prior + 3.0), diff_step=0.01, max_nfev=REFINE["max_evaluations"])
-    return refined(fit.x)
 
 
 def _make_cluster(kind: str, processes: int, values: dict[str, float]) -> Cluster:

@@ -146,7 +146,6 @@ class Estimator:
             balanced = whole_model.sum(*self.module_load(layout)) / layout.pipeline
             balanced = self.micro_batches(layout) * (balanced + self.exposed_p2p(layout))
             pipeline = max(pipeline / self.efficiency.uncontended_speedup, balanced)
-        pipeline *= self.efficiency.split_backward if layout.pipeline > 1 and layout.has_split_backward else 1.0
         return (pipeline + sum(self.per_step_times(layout)) + self.efficiency.fixed_seconds) * self.jitter(layout.world)
 
     def jitter(self, world: int) -> float:
@@ -279,7 +278,7 @@ class Estimator:
             backward += self.selective_recompute_time(layout, inner)
         exposed = {axis: (2.0 + recompute_fraction) * getattr(inner, axis) for axis in ("tensor", "context", "expert")}
         if layout.zero >= 2 and layout.shard > 1:
-            gather = self.efficiency.weight_gather * self._weight_gather_time(layout)
+            gather = self._weight_gather_time(layout)
             exposed_forward = self._exposed_comm(gather, forward) if layout.zero == 3 else 0.0
             exposed_backward = self._exposed_comm((2 if layout.zero == 3 else 1) * gather, backward)
             forward, backward = forward + exposed_forward, backward + exposed_backward
@@ -337,8 +336,7 @@ class Estimator:
         bucket = self.bucket_bytes(layout)
         reduce = all_gather(gradient * numel, shard, stride, bucket) if layout.zero == 1 else 0.0
         gather = all_gather(size * numel, shard, stride, bucket) if layout.zero < 3 else 0.0
-        reduce += self.efficiency.all_reduce * all_reduce(gradient * numel / shard, replicas, stride * shard, bucket)
-        return reduce, gather
+        return reduce + all_reduce(gradient * numel / shard, replicas, stride * shard, bucket), gather
 
     def _exposed_comm(self, traffic: float, compute: float) -> float:
         """Returns the exposed part of `traffic` seconds that overlap with `compute` seconds, plus their contention."""

@@ -47,12 +47,9 @@ class Efficiency:
     jitter: float  # relative step time added by each doubling of the number of domains: waiting for the slowest
     fixed_seconds: float  # seconds added to every step
 
-    # Not fitted; `calibrate` or `tune` measures them.
+    # Not fitted; `calibrate` measures them.
     bulk_memory: float = 0.0  # of the memory bandwidth, in one large operator such as the update; 0: as `memory`
     compiled: float = 0.0  # 1 if blocks were compiled and steps captured as CUDA graphs when the rest was measured
-    all_reduce: float = 1.0  # time of an all-reduce of gradients, relative to a reduce-scatter and an all-gather
-    weight_gather: float = 1.0  # time of gathering a block's weights (ZeRO 3), relative to its collective
-    split_backward: float = 1.0  # time of a pipeline with split backward, relative to its parts
     uncontended_speedup: float = 1.0  # how much faster a rank runs while others wait, if processes share cores
 
 
