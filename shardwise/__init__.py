@@ -8,8 +8,7 @@ names, `shardwise.step.step` and `shardwise.verify.parity.verify`:
     result = step(engine, engine.make_optimizer(job), samples, clip=1.0)
     records = verify(job, [Layout.parse("pipeline=2 tensor=2")])
 
-Names are imported on first use, so that the command line reports a typo without importing PyTorch.
-"""
+Names are imported on first use, so that the command line reports a typo without importing PyTorch."""
 
 import gc
 import sys

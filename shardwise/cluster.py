@@ -4,8 +4,7 @@ A `Cluster` is a device type, the size of a fast domain (a node, an NVLink rack,
 domain and between domains. Bandwidths are per device and direction, in bytes per second; FLOP/s are dense. The fraction
 of these peaks that software reaches is in `shardwise.planner.costs.machine`.
 
-`shardwise calibrate` writes the same fields as TOML, with measured efficiencies.
-"""
+`shardwise calibrate` writes the same fields as TOML, with measured efficiencies."""
 
 import tomllib
 from dataclasses import asdict, dataclass, field, replace

@@ -1,6 +1,5 @@
 """The errors that Shardwise raises on purpose. A message has four parts: what is wrong, the offending value, the rule,
-the remedy.
-"""
+the remedy."""
 
 import difflib
 from collections.abc import Iterable

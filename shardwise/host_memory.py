@@ -58,8 +58,7 @@ def checksum(buffer: Tensor) -> int:
 def page_lock(buffer: Tensor) -> None:
     """Page-locks a buffer, so that a GPU copies to it at the full speed of the bus; harmless if that fails.
 
-    Several threads touch the pages first, without changing them, because the driver would do so one by one.
-    """
+    Several threads touch the pages first, without changing them, because the driver would do so one by one."""
     if buffer.is_pinned():
         return
     with ThreadPoolExecutor(num_threads(buffer.numel())) as pool:

@@ -2,8 +2,7 @@
 
 All problems are reported at once, each with its key. A key means the same in the file, in `--set` and in the
 resolved copy that is saved with the run. The `[model]` section is defined by each family in `shardwise.models`. What
-each other key means is in `job_keys.toml`, from which the reference page is made.
-"""
+each other key means is in `job_keys.toml`, from which the reference page is made."""
 
 import re
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,7 @@ A `Layout` is a frozen value, validated on construction. Command lines, logs and
 `pipeline=2 shard=2 tensor=2`; `Layout.parse` reads it back. Before any process starts, `solve_batch` splits the global
 batch and `shardwise.parallel.prepare` checks that the model can run in the layout.
 
-Mesh order, outermost first: pipeline, replicate, shard, context, tensor.
-"""
+Mesh order, outermost first: pipeline, replicate, shard, context, tensor."""
 
 import dataclasses
 from contextlib import suppress

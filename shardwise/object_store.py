@@ -2,8 +2,7 @@
 
 `Path("s3://bucket/run")` turns into `s3:/bucket/run`; both forms name the same URL. An object appears whole or not at
 all, and several do not appear at once, so what makes the others valid is written last. A downloaded file gets the time
-of its object: one with the same time and size is not downloaded again.
-"""
+of its object: one with the same time and size is not downloaded again."""
 
 import glob
 import hashlib

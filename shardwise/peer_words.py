@@ -1,8 +1,7 @@
 """Keys of other frameworks, and what Shardwise calls them: the tables of `peer_words.toml`.
 
 Someone who writes `tp=2` in a layout or `gradient_accumulation_steps` in a job knows what they want; the error for the
-unknown key names our key.
-"""
+unknown key names our key."""
 
 import tomllib
 from pathlib import Path

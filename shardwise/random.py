@@ -8,8 +8,7 @@ Every random number is a hash of its purpose, so a rank can generate exactly tho
     clicks, images    (seed, purpose, index or stream position)           `mix64_numpy`, `to_unit_interval`
 
 PyTorch's generators are not used because their output depends on what was drawn before and on the shape of the draw.
-The mixers are the finalizers of splitmix64 (Steele, Lea, Flood 2014) and "lowbias32" (Wellons 2018).
-"""
+The mixers are the finalizers of splitmix64 (Steele, Lea, Flood 2014) and "lowbias32" (Wellons 2018)."""
 
 import hashlib
 import math

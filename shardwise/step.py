@@ -2,8 +2,7 @@
 
 Everything stays on the device: no value is read, so the same code runs on fake tensors. The order is fixed: count the
 targets of the global batch; run all micro-batches; reduce gradients over data-parallel ranks, the tensor axis and tied
-stages; one all-reduce over the world gives loss and gradient norm; the optimizer divides by clipping and loss scale.
-"""
+stages; one all-reduce over the world gives loss and gradient norm; the optimizer divides by clipping and loss scale."""
 
 import gc
 import warnings

@@ -3,8 +3,7 @@
     trainer = shardwise.Trainer(model=MyNet, loss=nn.CrossEntropyLoss(), data=dataset, layout="shard=2", steps=1000)
     trainer.fit()
 
-Start it with `python train.py`, which starts the layout's processes itself, or with `torchrun train.py`.
-"""
+Start it with `python train.py`, which starts the layout's processes itself, or with `torchrun train.py`."""
 
 import os
 import sys

@@ -5,8 +5,7 @@ stay real. What the constructor does to parameters from then on (`reset_paramete
 and `DeferredInit.value` replays it for one parameter. Random operators draw from a generator that is seeded by the
 job's seed, the number of the parameter and the number of the operator, so a value does not depend on which others a
 process computes. Where the constructor reads a value (`nn.init.trunc_normal_` does), that value is replayed at once.
-Meta tensors would not do instead of fake ones: `nn.init.orthogonal_` and others skip them.
-"""
+Meta tensors would not do instead of fake ones: `nn.init.orthogonal_` and others skip them."""
 
 import copy
 import warnings

@@ -3,8 +3,7 @@
 A stage keeps the module's tree and runs its forward, so masks, positions and whatever else the author computes from the
 batch is computed on every stage. Blocks of other stages are passed over: those before hand on what they are given, the
 last of them the stream that the stage received; the first block after the stage's own ends the forward by an exception
-that carries the stream. Parameters of other stages are zeros without memory.
-"""
+that carries the stream. Parameters of other stages are zeros without memory."""
 
 import copy
 import re

@@ -1,8 +1,7 @@
 """The family of modules that are not ours: `model.name = "python:package.module:function"`, and those of a script.
 
 A script makes a `shardwise.Trainer` and calls one of its methods. The process that the user started is the launcher, or
-under torchrun a rank. A worker that the launcher starts runs the script again, up to that call, and takes its task.
-"""
+under torchrun a rank. A worker that the launcher starts runs the script again, up to that call, and takes its task."""
 
 import copy
 import io

@@ -2,8 +2,7 @@
 
 Each rank has the queries, keys and values of its own positions. `shardwise.attention` stands in a module where
 `F.scaled_dot_product_attention` would, `shardwise.positions` where `torch.arange` would number the positions. On one
-process they are just that. One run on fake tensors tells whether a module can be split (`context_refusal`).
-"""
+process they are just that. One run on fake tensors tells whether a module can be split (`context_refusal`)."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

@@ -6,8 +6,7 @@ otherwise the batch itself. The loss gets the output and the target (the last el
 a loss, the forward returns it.
 
 The loss is a mean over the samples of the batch it gets. If the samples count differently (padding, masked targets),
-give `count`, the number of targets in a batch, and let the loss be a sum.
-"""
+give `count`, the number of targets in a batch, and let the loss be a sum."""
 
 import copy
 import importlib

@@ -7,8 +7,7 @@
     vocab           the rows of an embedding are split; the ranks' lookups are all-reduced
 
 Every other weight is whole on every rank. Each rank computes the whole loss, which counts once; gradients of whole
-weights are summed over the ranks, so norms inside of split heads need no style of their own.
-"""
+weights are summed over the ranks, so norms inside of split heads need no style of their own."""
 
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase

@@ -2,8 +2,7 @@
 
 Steps run as in training, on random tokens. The step time is the median between CUDA events, or of the wall clock on a
 CPU. The breakdown comes from a separate, profiled step: kernels are classified by name, except those of the head
-(projection and loss, whose backward matmuls run in its forward), which are recognized by when they ran.
-"""
+(projection and loss, whose backward matmuls run in its forward), which are recognized by when they ran."""
 
 import re
 import statistics

@@ -1,8 +1,7 @@
 """A worker with fault injection, for `shardwise chaos`: real signals, real damage. The tests add faults of their own.
 
 `faults.json` in the run folder lists the faults, such as `{"kind": "kill", "rank": 1, "step": 7, "phase": "backward"}`.
-Each fault triggers once: its rank first writes the time to `faults/NUMBER`, and skips a fault whose file exists.
-"""
+Each fault triggers once: its rank first writes the time to `faults/NUMBER`, and skips a fault whose file exists."""
 
 import ctypes
 import json

@@ -7,8 +7,7 @@ collectives live in a private module of PyTorch and are the only ones that compi
 
 Small values are exchanged as JSON. PyTorch's `all_gather_object` and `broadcast_object_list` unpickle what they
 receive, so whoever can send to a rank can run code on it. JSON is only data. Tuples arrive as lists, and dictionaries
-must have strings as keys.
-"""
+must have strings as keys."""
 
 import json
 import math

@@ -3,8 +3,7 @@
 NCCL needs one GPU per process, and gloo on CUDA tensors supports no send and receive and crashes in some collectives
 (PyTorch 2.11). Every collective is synchronous; this is for trying out layouts, not for speed. What NCCL would refuse
 is refused here too. A backend in Python needs PyTorch's c10d internals; in this room, this file and
-`collectives.py` are the ones that touch them.
-"""
+`collectives.py` are the ones that touch them."""
 
 from datetime import timedelta
 from typing import Any

@@ -2,8 +2,7 @@
 
 For short runs: verify, calibration and tests. Training starts its workers under a supervisor
 (`shardwise.workers.supervisor`). If a worker fails, the others are killed. The error raised is that of the worker that
-failed first (by timestamp), not a follow-up error of its peers.
-"""
+failed first (by timestamp), not a follow-up error of its peers."""
 
 import faulthandler
 import multiprocessing

@@ -5,8 +5,7 @@ counts towards the loss. A sample is a row of `length` positions: the conversati
 which predict nothing, then padding. Which of them share a row depends on their lengths alone, so sample order stays a
 matter of the seed, whatever the layout. In a packed row, the first token t of each conversation, and of the padding, is
 stored as -1 - t; document ids are made of that on the device (`Samples.with_packed_ids`). Of a pair of answers, both
-conversations are in one row, and the last message counts (`shardwise.models.preference`).
-"""
+conversations are in one row, and the last message counts (`shardwise.models.preference`)."""
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence

@@ -6,8 +6,7 @@ stored as the bits of float64, so that the loader handles a row like any other; 
 A line of a Criteo file (Kaggle 2014 and the terabyte set) has 40 tab-separated fields: label 0 or 1, 13 integer
 features, 26 categorical features as 32-bit hashes in hexadecimal. All but the label may be missing. An integer x
 becomes log(1 + max(x, 0)), a missing one 0; a category becomes its hash modulo the rows of its table, a missing one an
-empty bag.
-"""
+empty bag."""
 
 from collections.abc import Sequence
 from contextlib import suppress

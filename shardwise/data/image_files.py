@@ -1,8 +1,7 @@
 """Images in a folder with a subfolder for each class, or in tar shards of WebDataset (`NAME.jpg` beside `NAME.cls`).
 
 Their places are read once, into an index of (file, offset, size, class), so that any sample can be read at any time.
-Images are cut to their middle square, scaled, and normalised by the statistics of ImageNet.
-"""
+Images are cut to their middle square, scaled, and normalised by the statistics of ImageNet."""
 
 import io
 import tarfile

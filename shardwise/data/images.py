@@ -3,8 +3,7 @@
 A sample is a float32 image (3, size, size), normalised to mean 0 and standard deviation 1, with its class as target.
 Augmentations (docs/how-to/train-on-images.md) are applied in the order crop, flip, colour, cutout. Random numbers are
 hashes of the seed and the sample's stream position, so they do not depend on the layout, the number of workers or
-restarts. A record of CIFAR-10's binary version has 3,073 bytes: the class, then the red, green and blue planes.
-"""
+restarts. A record of CIFAR-10's binary version has 3,073 bytes: the class, then the red, green and blue planes."""
 
 from collections.abc import Sequence
 from functools import cached_property

@@ -4,8 +4,7 @@ A new run records size, time and a hash of sampled content of every file in `dat
 compares. New files, and what has been appended to old ones, are not read, so the run continues with the data that it
 began with; any other change is an error. The hash covers files of up to 256 KiB in full, and 16 blocks of 16 KiB of
 larger ones, the first and the last among them; a change between these blocks shows by its time only. Of a folder of
-images the names and sizes of its files are recorded, and any change is an error. Compressed files are decompressed.
-"""
+images the names and sizes of its files are recorded, and any change is an error. Compressed files are decompressed."""
 
 import gzip
 import io

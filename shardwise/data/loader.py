@@ -7,8 +7,7 @@ batches, the only state is the number of the next step, so resuming starts there
 
 PyTorch's DataLoader is not used: resuming needs its sampler's state, and it reports only the process id of a worker
 that dies. Workers come from multiprocessing's fork server (safe with threads and CUDA, one torch import), and exit when
-the loader is closed or garbage-collected, and when its process is killed: their pipe closes.
-"""
+the loader is closed or garbage-collected, and when its process is killed: their pipe closes."""
 
 import multiprocessing
 import os

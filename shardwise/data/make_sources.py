@@ -3,8 +3,7 @@
 Text is encoded once, into a cache folder whose name is a hash of everything that determines the tokens (format version,
 source, files with their sizes, times and sampled content, tokenizer): a changed corpus gets a new folder, an unchanged
 one opens at once. When all ranks of a run open the same folder, one of them encodes while the others wait for a file
-lock. On a file system without locks all of them encode the same tokens, and files are replaced atomically.
-"""
+lock. On a file system without locks all of them encode the same tokens, and files are replaced atomically."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence

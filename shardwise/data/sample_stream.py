@@ -2,8 +2,7 @@
 
 Stream position p is sample `permutation(p mod n)` of epoch `p div n`, whatever the number of ranks. In a mixture each
 source has its own stream, and each position of the mixture maps to a position in one of them. `rank_positions` computes
-which positions a data-parallel rank reads in a step.
-"""
+which positions a data-parallel rank reads in a step."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,8 +1,7 @@
 """Rows of tables: parquet files, the Arrow files that `Dataset.save_to_disk` of Hugging Face writes, streamed datasets.
 
 Only `stream:NAME?split=train&name=CONFIG&revision=COMMIT` needs the package `datasets`; the options are those of
-`load_dataset`. A stream cannot go back, so its first `data.samples` rows are read once, into the run's token file.
-"""
+`load_dataset`. A stream cannot go back, so its first `data.samples` rows are read once, into the run's token file."""
 
 from collections.abc import Iterator
 from itertools import islice

@@ -5,8 +5,7 @@
     jsonl    like text, but each line is a JSON object whose field `data.text_field` is a document
     parquet, datasets   rows of tables (`table_files.py`), whose column `data.text_field` is a document
 
-Text files are read in chunks of at most 2 x CHUNK_CHARS characters that end at line breaks where possible.
-"""
+Text files are read in chunks of at most 2 x CHUNK_CHARS characters that end at line breaks where possible."""
 
 import glob
 import io

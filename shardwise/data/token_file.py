@@ -7,8 +7,7 @@ of the header are in docs/how-to/token-files.md. Headerless files of other train
 
 Samples are windows of fixed length. With sequence length S, sample i is the tokens [i S, i S + S + 1). Its last token
 is the next sample's first, so every token of a file's windows except the first is a target exactly once. An incomplete
-last window is dropped.
-"""
+last window is dropped."""
 
 import os
 import struct

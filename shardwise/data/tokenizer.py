@@ -7,8 +7,7 @@
     a path     a `tokenizer.json` of that library, or a folder that has one
 
 An end-of-document token follows every document. Text that spells a special token is encoded as plain characters.
-Tokenizers count the bytes that ids stand for, so that losses of different tokenizers compare as bits per byte.
-"""
+Tokenizers count the bytes that ids stand for, so that losses of different tokenizers compare as bits per byte."""
 
 import hashlib
 import json

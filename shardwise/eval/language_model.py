@@ -4,8 +4,7 @@
     loglikelihood_rolling  (text,) -> the log probability of all of it, in windows of the model's length
     generate_until         (context, {"until": [...], "max_gen_toks": 64, ...}) -> the text that follows
 
-The model is a run in any layout, or a Hugging Face folder; a layout of several processes is for our own decoders.
-"""
+The model is a run in any layout, or a Hugging Face folder; a layout of several processes is for our own decoders."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path

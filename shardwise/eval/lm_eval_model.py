@@ -1,8 +1,7 @@
 """Our models in lm-eval (EleutherAI's harness): `simple_evaluate(model=lm_eval_model("runs/first"), ...)`, and
 its own command with all of its options:
 
-    python -m shardwise.eval.lm_eval_model --model shardwise --model_args path=runs/first --tasks tasks.yaml
-"""
+    python -m shardwise.eval.lm_eval_model --model shardwise --model_args path=runs/first --tasks tasks.yaml"""
 
 from typing import Any
 

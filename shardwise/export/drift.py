@@ -8,8 +8,7 @@ a column per channel or feature. New data is counted in the same bins.
 For each column: the population stability index (PSI), a measure of size, and a test, a measure of chance: Kolmogorov-
 Smirnov for numbers, chi-square for tokens, whose counts are scaled to the number of documents, because tokens of one
 document are not independent. A column has drifted if its PSI exceeds the threshold by more than chance gives, and if
-its p-value is below 1% divided by the number of columns.
-"""
+its p-value is below 1% divided by the number of columns."""
 
 import json
 import math

@@ -1,8 +1,7 @@
 """`shardwise export` and `merge`: the Hugging Face folder, and beside it what the next one in line needs: model card,
 proof, data profile, reference sample (docs/how-to/hand-over.md).
 
-Gates (`[export.gates]` of the job, and --gate) refuse the export before anything is written.
-"""
+Gates (`[export.gates]` of the job, and --gate) refuse the export before anything is written."""
 
 import hashlib
 import json

@@ -1,7 +1,6 @@
 """Loads an exported folder as a stranger would, in a process of its own: `python -m shardwise.export.smoke FOLDER`.
 
-Exits 1 with a sentence unless transformers gives the logits and the greedy tokens of `reference.json`.
-"""
+Exits 1 with a sentence unless transformers gives the logits and the greedy tokens of `reference.json`."""
 
 import json
 import math

@@ -2,8 +2,7 @@
 
 A checksum is the wrapping 64-bit sum of a tensor's bits read as integers: exact, computed on the tensor's device, and
 changed by any single flipped bit. Each rank has one per weight, optimizer state and gradient, in a fixed order. Ranks
-exchange only one combined checksum per copy kind, that is per way in which a tensor is replicated.
-"""
+exchange only one combined checksum per copy kind, that is per way in which a tensor is replicated."""
 
 import random
 from collections import Counter

@@ -13,8 +13,7 @@ It adds no synchronization: checksums stay on the device, one small row per rank
 the result is read with the loss. All ranks roll back to the last checkpoint; none is kept with a corrupt state.
 
 If checking every tensor would take more than about 1% of a step, each step checks one part of them in turn, until the
-first corruption. A tensor that only one rank has is protected only while its part is being checked.
-"""
+first corruption. A tensor that only one rank has is protected only while its part is being checked."""
 
 import json
 import math

@@ -3,8 +3,7 @@
 Workers are started by our launcher, or are the processes of a world that torchrun or Slurm created. Our launcher does
 not use PyTorch's elastic agent, which cannot tell which worker failed first, does not detect suspended or hung workers,
 re-imports PyTorch in every worker, and shares a store across restarts, in which new workers find the addresses of dead
-ones. A failure is reported once, with the error of the worker that failed first.
-"""
+ones. A failure is reported once, with the error of the worker that failed first."""
 
 import os
 import shlex

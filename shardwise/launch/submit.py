@@ -1,8 +1,7 @@
 """`shardwise submit`: writes what a scheduler needs to run a job on several nodes, from a template, and hands it over.
 
 Every template starts one agent per node, `shardwise train JOB --continue --node ...`, so that whatever starts the same
-file again continues the run. A placeholder `@name@` whose value is None removes its line.
-"""
+file again continues the run. A placeholder `@name@` whose value is None removes its line."""
 
 import json
 import os

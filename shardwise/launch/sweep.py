@@ -3,8 +3,7 @@
 Successive halving (Jamieson and Talwalkar 2016, arXiv:1502.07943): all runs train for a part of the steps, the better
 half for twice as many, and so on. A run that goes on is resumed, so no step is taken twice, and its learning rate
 schedule is that of the whole run throughout. All runs see the same samples in the same order (the seed decides), so
-their losses at a step can be compared.
-"""
+their losses at a step can be compared."""
 
 import math
 import signal

@@ -4,8 +4,7 @@
 device, disk, clock and link of a world before a long run. Start it as the run will be started, for example `srun
 --ntasks-per-node=8 shardwise doctor --preflight` or `torchrun ... -m shardwise doctor --preflight`; alone, it measures
 this machine. All ranks measure at the same time. For the links they pair up, in other pairs each round, until every
-pair was measured or time is up.
-"""
+pair was measured or time is up."""
 
 import os
 import shutil

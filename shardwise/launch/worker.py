@@ -1,8 +1,7 @@
 """One training process (rank), forked by our launcher or started by torchrun, Slurm or on its own.
 
 Before a worker dies of an error, it records the error with a timestamp in the run folder, so that the launcher can tell
-which rank failed first.
-"""
+which rank failed first."""
 
 import importlib
 import os

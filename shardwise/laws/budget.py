@@ -12,8 +12,7 @@ and the start of learning a matter of luck.
 
 The recommendation is model size and tokens for a budget, with the expected loss and the cost of alternatives. Given
 devices and a cluster, the planner (`shardwise plan`) adds layout, days and device-hours. Given days, it finds the
-budget whose compute-optimal model trains in that time.
-"""
+budget whose compute-optimal model trains in that time."""
 
 import math
 from collections.abc import Iterator, Sequence

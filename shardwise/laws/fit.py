@@ -9,8 +9,7 @@ where training costs C = 6 N D FLOPs. As in their section 3.3, L-BFGS minimizes 
 log-loss residuals from many starting points. Two things differ. The search centers the runs, with a = log A - alpha x
 mean log N and b likewise: without centering, A and alpha (B and beta) are almost perfectly correlated and the search
 converges slowly. And it minimizes the sum, not the mean: with the mean, the original paper's search stopped before
-convergence (Besiroglu et al. 2024, arXiv 2404.10102). Confidence intervals are percentiles of a weighted bootstrap.
-"""
+convergence (Besiroglu et al. 2024, arXiv 2404.10102). Confidence intervals are percentiles of a weighted bootstrap."""
 
 import csv
 import math

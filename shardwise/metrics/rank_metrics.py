@@ -2,8 +2,7 @@
 
 Ranks exchange the row of their previous step together with the stop flag, in one collective per step. Rank 0 writes
 one line per window of steps, with sums over the window. Windows grow during the run, so that the file has about two
-thousand lines however long the run is.
-"""
+thousand lines however long the run is."""
 
 import json
 import resource

@@ -1,6 +1,5 @@
 """Experiment trackers, chosen by the job key `tracker`: one or several (docs/how-to/watch-a-run.md). All get the
-numbers of `metrics.jsonl`, which is always written. A tracker that fails is disabled; the run continues.
-"""
+numbers of `metrics.jsonl`, which is always written. A tracker that fails is disabled; the run continues."""
 
 import csv
 import importlib.util

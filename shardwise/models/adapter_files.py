@@ -2,8 +2,7 @@
 
 A file calls the matrices of a layer `base_model.model.<layer>.lora_A.weight`. Those of stacked experts have the experts
 side by side, and the name of the module that has them; if several of its weights have adapters, all but the last are
-below as many `base_layer`.
-"""
+below as many `base_layer`."""
 
 from __future__ import annotations
 

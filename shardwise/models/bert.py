@@ -1,7 +1,6 @@
 """BERT: an encoder trained by masked language modeling (Devlin et al. 2018), written for one device.
 
-Next-sentence prediction is left out, so every token has token type 0. The projection to the vocabulary has no bias.
-"""
+Next-sentence prediction is left out, so every token has token type 0. The projection to the vocabulary has no bias."""
 
 from dataclasses import replace
 

@@ -1,8 +1,7 @@
 """A model as a chain: a sequence of modules (embedding, blocks, head), each called on the output of the one before.
 
 On one device the chain is the model. A pipeline stage is a slice of it under the same parameter names. The chain holds
-no parallel code; its `sharding_plan` is data (`shardwise.models.sharding`).
-"""
+no parallel code; its `sharding_plan` is data (`shardwise.models.sharding`)."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase

@@ -1,8 +1,7 @@
 """DLRM (Naumov et al. 2019, arXiv:1906.00091), written for one device, without its embedding tables.
 
 The bottom MLP embeds the dense features. The dot products of all pairs of embeddings (the dense one and one per table,
-summed over its lookups) and the dense embedding go through the top MLP to one logit, the click.
-"""
+summed over its lookups) and the dense embedding go through the top MLP to one logit, the click."""
 
 import math
 from itertools import pairwise

@@ -5,8 +5,7 @@ Every other package calls these methods; none checks which family it has. To add
 `shardwise.families`.
 
 The built-in families keep the config and the `Family` in one file and the network in another (`gpt_family.py` and
-`gpt.py`), so that a typo in a job is reported without importing PyTorch. Your own family may be a single file.
-"""
+`gpt.py`), so that a typo in a job is reported without importing PyTorch. Your own family may be a single file."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ is quantized with a single scale, and the forward's quantized x is reused. So th
 element; the weight is saved in its own dtype and quantized again.
 
 On a GPU, matmuls use fast accumulation, which on Hopper is less precise than float32. Without a GPU, operands are
-rounded the same way and multiplied in float32.
-"""
+rounded the same way and multiplied in float32."""
 
 from typing import Any
 

@@ -8,8 +8,7 @@ key head, the value head. A rank that holds whole groups computes their attentio
 
 Multi-head latent attention (DeepSeek-AI 2024, section 2.1) computes queries, keys and values from low-rank projections.
 Each head's query and key have `head_dim` features without RoPE ("nope") and R = `qk_rope_head_dim` features with it;
-all heads share the RoPE part of the key.
-"""
+all heads share the RoPE part of the key."""
 
 import math
 from collections.abc import Callable

@@ -1,8 +1,7 @@
 """Triton kernels that replace several memory-bound PyTorch operators by one.
 
 Each has a PyTorch equivalent that runs on any device and that it is tested against. Import this module only on a GPU:
-CPU builds of PyTorch come without Triton.
-"""
+CPU builds of PyTorch come without Triton."""
 
 from __future__ import annotations
 

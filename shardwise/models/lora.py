@@ -5,8 +5,7 @@
 A has the shape (rank, in), B (out, rank); for stacked experts both have the experts as first dimension, and the weight
 reads as W + alpha / rank * B A. They are parameters of the module that has W, `lora_A` and `lora_B` (for stacked
 experts `<weight>_lora_A`), and are split as W is: `ShardingPlan.shard_dim_of`. B starts at zero, so training starts at
-the model that was given.
-"""
+the model that was given."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

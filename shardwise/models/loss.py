@@ -4,8 +4,7 @@ are never in memory.
 The loss is the last operation of the forward, so the gradient of a chunk's logits is known immediately, up to the
 factor that the backward provides. The forward therefore also computes both gradient matmuls and frees the chunk; it
 saves the gradients of input and weight. In a pipeline, many micro-batches wait for their backward and each would
-save a weight gradient, so there the loss runs unchunked and saves the gradient of the logits instead.
-"""
+save a weight gradient, so there the loss runs unchunked and saves the gradient of the logits instead."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

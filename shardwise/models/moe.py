@@ -3,8 +3,7 @@
 No token is dropped unless `capacity_factor` is set. Rows are sorted by expert, so that one grouped matmul runs all
 experts, and then sorted back. Both are permutations, so gradients are summed in the same order in every layout.
 
-Shape letters: T tokens, E experts, F hidden features of an expert, D width.
-"""
+Shape letters: T tokens, E experts, F hidden features of an expert, D width."""
 
 import math
 from collections.abc import Callable

@@ -1,8 +1,7 @@
 """Hardware-independent costs of a module: its matmuls, attention, and the bytes that it moves and saves.
 
 All numbers are for one micro-batch on one rank. They come from a trace (`shardwise.models.trace`) or from a family's
-hand-written list; the planner turns them into time and memory.
-"""
+hand-written list; the planner turns them into time and memory."""
 
 from dataclasses import dataclass
 

@@ -8,8 +8,7 @@ where `reference` is the same difference under the model that training started f
 within a nonlinear function, so its gradient is that of the positions' cross-entropies, each times a weight that is the
 same for all positions of an answer. The head computes the cross-entropies first, then the weights, then the gradients.
 
-Targets of the rejected answer are stored below `IGNORE_INDEX`, so that a part of a row tells what its positions are.
-"""
+Targets of the rejected answer are stored below `IGNORE_INDEX`, so that a part of a row tells what its positions are."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,8 +1,7 @@
 """Weights of Hugging Face folders as ours, and back, or as those of transformers' modules: names and shapes, as data.
 
 Files are read one slice or one parameter at a time. Our fused QKV projection stores its rows by KV head: the queries of
-a group, then its key and value. Experts are one tensor here and one file entry each there.
-"""
+a group, then its key and value. Experts are one tensor here and one file entry each there."""
 
 import re
 from collections.abc import Iterator, Mapping

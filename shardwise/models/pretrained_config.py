@@ -2,8 +2,7 @@
 
 `pretrained.toml` says, by `model_type`, which models our decoder computes. A field that it does not have is an error,
 since a model trained without it (a softcap, a window) would be another model. Dropout and the auxiliary loss of routers
-are settings of a run, which a folder does not change.
-"""
+are settings of a run, which a folder does not change."""
 
 import re
 from collections.abc import Mapping

@@ -6,8 +6,7 @@ Blocks begin at columns of the whole weight, so a shard has the values of its pa
 
 `init_slice` rounds, so every model of a job has the same weights: references, exports, evaluation. Ranks that hold a
 layer's weight whole, or its shard of the tensor axis, also keep it as codes, and decode it in forward and backward;
-FSDP shards the rounded values.
-"""
+FSDP shards the rounded values."""
 
 from collections.abc import Callable
 from functools import cache

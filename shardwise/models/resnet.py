@@ -1,8 +1,7 @@
 """ResNet: residual networks for images (He et al. 2015), written for one device.
 
 BatchNorm computes mean and variance over the global batch (`shardwise.parallel.batch_norm` all-reduces them), so each
-rank runs its share of the batch as a single micro-batch. The running statistics for validation are buffers.
-"""
+rank runs its share of the batch as a single micro-batch. The running statistics for validation are buffers."""
 
 import torch
 import torch.nn.functional as F

@@ -1,8 +1,7 @@
 """Sharding plans: how tensor parallelism splits a model, which weights are tied and how each is initialized, as data.
 
 A model states its plan and holds no parallel code. `shardwise.parallel` applies the plan, the planner computes costs
-from it, and `verify` checks the result. Names are `fnmatch` patterns of parameters or modules; the first match wins.
-"""
+from it, and `verify` checks the result. Names are `fnmatch` patterns of parameters or modules; the first match wins."""
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase

@@ -1,8 +1,7 @@
 """The config and family of T5, an encoder-decoder trained by span corruption, and its operator costs, written by hand.
 
 A trace has the same parameters and matmul FLOPs (and the relative-position tables, 0.3%), but moves 3 to 11 times the
-bytes: RMSNorm and the bias of attention are many operators there, and parts of fused kernels in a compiled block.
-"""
+bytes: RMSNorm and the bias of attention are many operators there, and parts of fused kernels in a compiled block."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace

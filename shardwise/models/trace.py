@@ -4,8 +4,7 @@ Each child runs on detached outputs of the children before it. Work outside of a
 entry; a module without children is its own entry.
 
 The kernels are those of PyTorch on a CPU: an operator that is one kernel on a GPU (RMSNorm) may be several here, and
-then moves and saves more. Matmuls, attention, parameters and outputs are the same everywhere.
-"""
+then moves and saves more. Matmuls, attention, parameters and outputs are the same everywhere."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager

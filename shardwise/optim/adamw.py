@@ -6,8 +6,7 @@ GPU with a Triton kernel (`shardwise.models.kernels`), all others with PyTorch's
 
 With `optimizer.offload`, page-locked memory of the host holds the moments. An update copies them to the GPU a part at a
 time, and back. A few buffers take turns, so that copies in both directions and updates overlap; all of it can be
-captured in a CUDA graph.
-"""
+captured in a CUDA graph."""
 
 import mmap
 from collections.abc import Iterator, Sequence

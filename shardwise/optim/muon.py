@@ -3,8 +3,7 @@
 It computes what `torch.optim.Muon` computes, on shards. Orthogonalization needs full matrices: each matrix is gathered
 on one of the ranks that shard it, orthogonalized there, and scattered back; replicas each take a part of the matrices.
 Stacked expert weights are one matrix per expert; a fused QKV weight is one matrix, as in PyTorch. Updates have the RMS
-of AdamW's (PyTorch's `match_rms_adamw`), so one learning rate serves both.
-"""
+of AdamW's (PyTorch's `match_rms_adamw`), so one learning rate serves both."""
 
 import math
 from collections.abc import Sequence

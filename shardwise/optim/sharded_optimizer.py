@@ -3,8 +3,7 @@ and SGD, LAMB and Adafactor.
 
 A step never synchronizes with the host: the device decides whether to skip it, identically on every rank. Sums over
 ranks use float64, so that replicas of a shard, which sum in different groups and maybe in another order, still get the
-same number in the dtype of the weights.
-"""
+same number in the dtype of the weights."""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any

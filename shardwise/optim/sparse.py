@@ -2,8 +2,7 @@
 
 Row-wise AdaGrad keeps one number per row, the sum of its gradient's mean squares. Sparse Adam keeps two moments of the
 table's size and updates them only for used rows, as `torch.optim.SparseAdam` does. Neither has weight decay, which
-would touch every row in every step.
-"""
+would touch every row in every step."""
 
 from typing import Any
 

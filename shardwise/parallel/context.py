@@ -7,8 +7,7 @@
 
 PyTorch's own `context_parallel` supports neither CPUs nor float64 and prescribes its own sharding. Attention over one
 chunk and its backward use PyTorch's flash kernels, which only private ATen operators expose with their log-sum-exp, or
-plain operators for dtypes and masks that have no flash kernel.
-"""
+plain operators for dtypes and masks that have no flash kernel."""
 
 import math
 from dataclasses import replace

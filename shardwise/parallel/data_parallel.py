@@ -13,8 +13,7 @@ All of them sum gradients rather than average them: the loss is already divided 
 batch.
 
 ZeRO 1 is our own because PyTorch's ZeroRedundancyOptimizer assigns whole parameters, not rows, to ranks, and supports
-neither tensor-parallel weights nor pipeline stages.
-"""
+neither tensor-parallel weights nor pipeline stages."""
 
 import warnings
 from collections.abc import Iterator

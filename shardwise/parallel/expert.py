@@ -2,8 +2,7 @@
 
 The expert axis folds over shard x context: it needs no ranks of its own, and other modules are unaffected. If those
 ranks do not suffice, the tensor axis also distributes whole experts instead of splitting each one. Tensor ranks see the
-same tokens, so each computes its own experts and the reduce-scatter at the end of the module sums the outputs.
-"""
+same tokens, so each computes its own experts and the reduce-scatter at the end of the module sums the outputs."""
 
 from dataclasses import replace
 from typing import Any

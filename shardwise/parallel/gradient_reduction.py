@@ -16,8 +16,7 @@ the sums are compressed again and all-gathered. PowerSGD all-reduces its two fac
 over `replicate`, the slower link, is compressed.
 
 Never compressed: gradients of 1-D weights, which are small, and of weights replicated over the tensor axis and tied
-weights of a pipeline, which are still partial sums.
-"""
+weights of a pipeline, which are still partial sums."""
 
 import math
 from collections.abc import Sequence

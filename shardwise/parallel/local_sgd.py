@@ -6,8 +6,7 @@ an outer step with Nesterov momentum (DiLoCo, Douillard et al. 2023, arXiv 2311.
 blocks synchronize in turn, which lowers peak bandwidth (streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512). All
 fragments synchronize after the last step.
 
-The axes inside a replica (shard, tensor, pipeline, ...) are unaffected.
-"""
+The axes inside a replica (shard, tensor, pipeline, ...) are unaffected."""
 
 import torch
 from torch import Tensor

@@ -13,8 +13,7 @@ Beside the axes of the layout there are derived ones:
     loader           data, over all replicas
 
 A world of size 1 has no process groups, and every collective is skipped: one device runs the same code. All processes
-create the same groups in the same order. The mesh owns the step timer, which every axis with a group reports to.
-"""
+create the same groups in the same order. The mesh owns the step timer, which every axis with a group reports to."""
 
 from dataclasses import replace
 

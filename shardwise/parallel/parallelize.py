@@ -3,8 +3,7 @@
     model on the meta device -> this rank's pipeline stages -> expert and tensor sharding -> precision, activation
     checkpointing, compilation -> data parallelism -> memory -> parameter shards and their initial values -> schedule
 
-Training, verification and dry runs all use `parallelize`.
-"""
+Training, verification and dry runs all use `parallelize`."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext

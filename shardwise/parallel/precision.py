@@ -1,8 +1,7 @@
 """Mixed precision: master and compute dtypes, and the loss scale of fp16.
 
 Weights, reduced gradients and optimizer state are in the master dtype. Modules see weights cast to the compute dtype in
-every layout: by FSDP's mixed-precision policy if FSDP shards the weights, by a parametrization otherwise.
-"""
+every layout: by FSDP's mixed-precision policy if FSDP shards the weights, by a parametrization otherwise."""
 
 from functools import partial
 

@@ -2,8 +2,7 @@
 
 `prepare` builds the model on the meta device, checks that it can run in the layout, splits it into pipeline stages and
 splits the batch. The launcher and each worker call it once. In a worker, `parallelize` then shards the model in place.
-Stages minimize the cost of the slowest one, then balance the others.
-"""
+Stages minimize the cost of the slowest one, then balance the others."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -9,8 +9,7 @@ Dropout is a hash of seed and position, so no RNG state needs to be saved or res
 
 PyTorch's `checkpoint` recomputes a block in every traversal of its graph. Under a split backward that is once for the
 input gradient and once per matmul and norm, 9 forwards instead of 2, and selective checkpointing refuses the second
-traversal. `CheckpointOnce` recomputes a block once and keeps the activations until the weight gradients are done.
-"""
+traversal. `CheckpointOnce` recomputes a block once and keeps the activations until the weight gradients are done."""
 
 import itertools
 from collections.abc import Callable

@@ -11,8 +11,7 @@ A replicated parameter sees only some tokens or heads on each rank, so its gradi
 all-reduces those once.
 
 DTensor's parallel styles compute the same. We do not use them because uneven heads crash or need weights of another
-shape, plain tensors and DTensors do not mix in norms and fused optimizers, and every operator pays for dispatch.
-"""
+shape, plain tensors and DTensors do not mix in norms and fused optimizers, and every operator pays for dispatch."""
 
 from collections.abc import Callable
 from fnmatch import fnmatchcase

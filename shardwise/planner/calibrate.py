@@ -2,8 +2,7 @@
 
 Every constant is measured on the kind of work it predicts: matmuls, fused attention, whole blocks of our model (a tiny
 one for launch overhead, a large one for memory traffic), collectives; on a GPU compiled training steps by kernel
-category, at the power limit of real training. Processes that share a machine measure at the same time.
-"""
+category, at the power limit of real training. Processes that share a machine measure at the same time."""
 
 import gc
 import statistics

@@ -4,8 +4,7 @@ Estimator and search treat such a model as equal blocks of average cost. Stages 
 engine balances them, and as large in memory as if all blocks were the largest.
 
 A DLRM's tables are in host memory, split over the data ranks. Every rank reads the rows that the global batch needs,
-copies them to the device and sends them by an all-to-all; gradients return the same way. None of this overlaps.
-"""
+copies them to the device and sends them by an all-to-all; gradients return the same way. None of this overlaps."""
 
 from collections.abc import Sequence
 from statistics import fmean as mean

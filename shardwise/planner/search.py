@@ -6,8 +6,7 @@ shard (ZeRO 1, 2, 3) over all of them or within one domain; every schedule with 
 or full recomputation.
 
 Lower bounds of the step time prune it: of a class (the same degrees and micro-batch size), of the slowest rank, of the
-schedule. The rest is simulated, so the result equals that of simulating everything.
-"""
+schedule. The rest is simulated, so the result equals that of simulating everything."""
 
 import time
 from bisect import insort

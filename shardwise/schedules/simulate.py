@@ -10,8 +10,7 @@ schedules are cached by (schedule, ranks, virtual stages, micro-batches), so a s
 `lower_bound` and `schedule_peak_in_flight` give a bound of a step's time, and micro-batches in flight at its memory
 peaks, in closed form: this takes microseconds, so the planner's search can call them for every layout. The bound holds
 for any stages: no schedule is faster than the time before a rank can start, its own work and the time that other ranks
-need after it. The counts were derived from simulated schedules.
-"""
+need after it. The counts were derived from simulated schedules."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence

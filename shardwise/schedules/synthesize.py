@@ -8,8 +8,7 @@ of a layout and checks the result with the memory model that every schedule is h
 
 The list scheduler starts each action as soon as its inputs have arrived and its rank is free, in one pass in order of
 time. A free rank runs a forward while it is below its in-flight limit and has memory, else a backward, else a
-backward-weight if that fits before the next input arrives.
-"""
+backward-weight if that fits before the next input arrives."""
 
 from collections import deque
 from collections.abc import Callable, Iterator

@@ -18,8 +18,7 @@ Guarantees
 
 A checkpoint has `weights.<name>`, `optimizer.<name>.<key>`, `buffers.<name>`, `scale.<key>` (dynamic loss scale),
 `outer.<name>.<key>` (local SGD) and the tensors of `shardwise.train.error_feedback`. Replicas that local SGD lets
-diverge save theirs under the prefix `replica<n>.`.
-"""
+diverge save theirs under the prefix `replica<n>.`."""
 
 import json
 import mmap

@@ -2,8 +2,7 @@
 
 A finished checkpoint is `step-<number>`; one that is being written or removed is `step-<number>.partial-<id>`. Its
 `manifest.json` is written last and has the size and SHA-256 of every other file, and a SHA-256 of its own values.
-`shardwise.train.checkpoint` lists the guarantees.
-"""
+`shardwise.train.checkpoint` lists the guarantees."""
 
 from __future__ import annotations
 

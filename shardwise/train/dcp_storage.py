@@ -4,8 +4,7 @@ DCP's planner removes duplicates between ranks and checks that the shards cover 
 its offsets instead of a DTensor: a DTensor on a GPU mesh cannot hold the copy in host memory, and DCP ignores empty
 ones. We write the files, which are hashed as they are written. DCP's index, a pickle, is written for PyTorch's tools
 but never read, since unpickling can run code; we read `tensors.json`, which is ours. DCP's ranks would send each other
-pickles too, so each rank plans as a single process, and we exchange what the plans are made of as JSON.
-"""
+pickles too, so each rank plans as a single process, and we exchange what the plans are made of as JSON."""
 
 import json
 import pickle

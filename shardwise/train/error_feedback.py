@@ -1,8 +1,7 @@
 """Saves and loads the error feedback of compressed gradient reduction.
 
 Row n of `residual.NAME` is the residual of the n-th rank of the compressed axis. With the same number of ranks, every
-rank gets its own residual back; otherwise each gets an equal share of their sum, so nothing is lost.
-"""
+rank gets its own residual back; otherwise each gets an equal share of their sum, so nothing is lost."""
 
 import math
 

@@ -10,8 +10,7 @@ Models that transformers does not know become a program of `torch.export`: one f
     logits = program(tokens)              # BERT: (B, S); T5: encoder and decoder tokens, one after the other
     logits = program(numbers, ids, weights)  # DLRM: (B, features), (B, tables, lookups) with -1 for none, their weights
 
-The number of samples is free. `reference.safetensors` holds inputs and what the run's model makes of them.
-"""
+The number of samples is free. `reference.safetensors` holds inputs and what the run's model makes of them."""
 
 import json
 import shutil

@@ -2,8 +2,7 @@
 
 The plan of a training run is the planner's best layout for `layout = "auto"`, else the job's own layout. It is made
 before any process starts and saved in the run folder, so that predictions can be compared with measurements. Under an
-external launcher every process computes the same plan by itself.
-"""
+external launcher every process computes the same plan by itself."""
 
 import ctypes
 import os

@@ -1,8 +1,7 @@
 """Metrics of a step: rank 0 writes one record per step, and every rank gets the verdict that it acts on.
 
 The step timer says where the time went; every rank reports its own metrics to rank 0, which also displays progress:
-one live line on a terminal, about ten plain lines otherwise.
-"""
+one live line on a terminal, about ten plain lines otherwise."""
 
 import math
 import sys

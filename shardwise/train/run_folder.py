@@ -1,6 +1,5 @@
 """The run folder, plain files that stay valid after a crash (docs/reference/run-folder.md lists them), and what must
-hold when its run is resumed.
-"""
+hold when its run is resumed."""
 
 import errno
 import json

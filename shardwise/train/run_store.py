@@ -10,8 +10,7 @@
 - The store is the truth. A launcher goes on in its own folder if that was the last to write here, and copies what is
   missing. Any other takes what the store has, and forgets what its folder had beyond that.
 - With several nodes, each has a folder of its own: the ranks of a node write their shards there, and the agent of the
-  node copies them. Node 0 adds the manifest when all files are there (`shardwise.train.run_uploader`).
-"""
+  node copies them. Node 0 adds the manifest when all files are there (`shardwise.train.run_uploader`)."""
 
 import hashlib
 import json

@@ -2,8 +2,7 @@
 
 The newest checkpoint goes first, so that a slow store always gets one that is worth having. The files of a checkpoint
 are opened before they are copied: what retention removes meanwhile is copied to its end. When the store does not
-answer, the run goes on and the copy is tried again, at longer intervals; the launcher waits for it at the end.
-"""
+answer, the run goes on and the copy is tried again, at longer intervals; the launcher waits for it at the end."""
 
 import shutil
 import threading

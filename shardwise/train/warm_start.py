@@ -1,8 +1,7 @@
 """Starting a run from the weights of another one (`model.weights = RUN` or `RUN@STEP`), in any layout.
 
 Weights and buffers are read; optimizer, data and learning rate schedule are new. If the vocabulary or a table of
-positions has more rows than before, the new rows keep their random values.
-"""
+positions has more rows than before, the new rows keep their random values."""
 
 from dataclasses import dataclass
 from pathlib import Path

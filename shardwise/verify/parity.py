@@ -4,8 +4,7 @@ The error of a tensor is |a - b| / max(|b|, `NORM_FLOOR` x RMS of all tensors' n
 prevents false alarms for gradients that are mathematically zero. The first difference in the order of a step
 (`QUANTITIES`) is reported: outputs of the compared modules are fingerprints per sample and position (none with
 `compile`), and one that no rank computed is a difference too; gradients are in backward order, from the head down.
-Every rank compares its own shards with the same shards of the reference, so replicas that diverge are found.
-"""
+Every rank compares its own shards with the same shards of the reference, so replicas that diverge are found."""
 
 import math
 from collections.abc import Callable, Sequence

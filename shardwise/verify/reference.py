@@ -3,8 +3,7 @@
 It uses the model, the samples, `torch.optim` and, for what that lacks, plain LAMB and Muon for unsharded weights:
 PyTorch has no LAMB, and its Muon computes in bf16, whose rounding would hide the errors that `verify` looks for. The
 tables of a DLRM use PyTorch's `embedding_bag` and `SparseAdam`, and row-wise AdaGrad written out. It shares no code
-with layouts, parameter shards, embedding tables, `shardwise.step` or our loss, so it cannot share their bugs.
-"""
+with layouts, parameter shards, embedding tables, `shardwise.step` or our loss, so it cannot share their bugs."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace

@@ -6,8 +6,7 @@ every request but those to the page's own server.
 
 The trace is for Perfetto or chrome://tracing, with all ranks on the clock of rank 0. Each rank has a row of steps and,
 below it, a row that breaks each step down by cause. The durations in the breakdown are measured; their order within a
-step is not. Steps with a recorded pipeline timeline also show its actions, at the measured times.
-"""
+step is not. Steps with a recorded pipeline timeline also show its actions, at the measured times."""
 
 import json
 from collections.abc import Callable, Iterator

@@ -1,7 +1,6 @@
 """Reads a run folder into arrays, incrementally while the run is in progress; and the goodput of a run.
 
-Lines that are truncated, are not JSON or lack a field are ignored.
-"""
+Lines that are truncated, are not JSON or lack a field are ignored."""
 
 import copy
 import math

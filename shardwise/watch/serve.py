@@ -1,8 +1,7 @@
 """The live page of a run, and the list of all runs: a local HTTP server that shows run folders and no other files.
 
 A name in a URL is looked up among the known runs and never becomes a path. Bound to a loopback address, the server
-answers only requests whose Host header names a loopback address, which prevents DNS rebinding.
-"""
+answers only requests whose Host header names a loopback address, which prevents DNS rebinding."""
 
 import json
 import math

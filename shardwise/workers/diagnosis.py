@@ -10,8 +10,7 @@ heartbeats/rank-3.collectives   after a stack dump or a failure: recent collecti
 A rank that was killed or is stopped is the culprit. Otherwise it is the rank that is not in a collective while others
 wait in one. If all ranks wait, their collectives do not match: every step issues the same sequence of collectives, so
 the culprit is the rank that departed from its own sequence or, if that does not single out a rank, the rank whose last
-collective differs from that of most ranks.
-"""
+collective differs from that of most ranks."""
 
 import ctypes
 import faulthandler

@@ -14,8 +14,7 @@ Run as python -m shardwise.workers.fork_server SOCKET MODULE..., with modules to
 
 and reports `{"group": "group-1", "pids": {"0": 7, "1": 8}}`, `{"group": "group-1", "rank": 0, "stopped": true}` (false
 when continued) and `{"group": "group-1", "rank": 0, "code": -9}` (exit code). It ends with its launcher, and
-its workers with it.
-"""
+its workers with it."""
 
 import ctypes
 import json

@@ -4,8 +4,7 @@ All nodes know the run's secret: `SHARDWISE_SECRET`, or a file of mode 600 that 
 of a connection prove that they know it before anything else they say is read: node 0 sends a nonce; the node answers
 with a nonce of its own and an HMAC over its role and both nonces, and node 0 with an HMAC over the role "coordinator".
 The nonces are new and the roles differ, so a proof can be neither replayed nor reflected. Each later message is a line
-of JSON with an HMAC over its number. Messages of the wrong form are dropped and counted.
-"""
+of JSON with an HMAC over its number. Messages of the wrong form are dropped and counted."""
 
 import hashlib
 import hmac

@@ -9,8 +9,7 @@ its node is lost: the coordinator names the lost ranks and restarts all ranks on
 All nodes must run the same Shardwise and PyTorch, and share the run folder, unless the run is in an object store: then
 an agent gets a local folder for each run (`NodeAgent.prepare`), and sends node 0 what its workers write about
 themselves. Losing node 0 ends the run; `--resume` continues it. A node that gets SIGTERM asks node 0 to stop: the run
-is saved, and every node ends.
-"""
+is saved, and every node ends."""
 
 import base64
 import errno

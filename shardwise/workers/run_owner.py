@@ -4,8 +4,7 @@ It is created exclusively, which needs no locks and works on network file system
 - On the owner's machine (same boot, process namespace and user), the owner lives as long as its launcher or its fork
   server, which ends after its workers: a process with this id that began at this time. A killed run resumes at once.
 - From another machine, it lives if the file is touched while we watch, so no clocks are compared. After STALE_SECONDS
-  of silence it counts as dead. If it wakes up, it notices that the folder has a new owner, and its workers end.
-"""
+  of silence it counts as dead. If it wakes up, it notices that the folder has a new owner, and its workers end."""
 
 import json
 import os

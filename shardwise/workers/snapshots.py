@@ -6,8 +6,7 @@
 
 A rank copies its tensors there. A thread computes the checksum, which makes the snapshot valid, and in a multi-node run
 sends the snapshot to a backup rank on the next node: a node that rejoins with empty memory gets it back from there. A
-restart loads the newest step for which every rank has a valid snapshot in the same layout.
-"""
+restart loads the newest step for which every rank has a valid snapshot in the same layout."""
 
 import hashlib
 import json

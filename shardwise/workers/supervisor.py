@@ -6,8 +6,7 @@ kills all workers, and starts a new attempt from the newest valid snapshot or ch
 started in advance, they take over, which saves most of the startup time.
 
 It does not restart after errors that Shardwise raises on purpose, after the same exception twice at the same step, or
-after `max_restarts` consecutive attempts without progress.
-"""
+after `max_restarts` consecutive attempts without progress."""
 
 import signal
 import time

@@ -1,8 +1,7 @@
 """The pool of worker slots of a run, on one machine or several.
 
 Each node has a fork server and some slots, each for one process and its device. The local fork server is our own child;
-that of another node belongs to its agent, which relays all messages (`shardwise.workers.nodes`).
-"""
+that of another node belongs to its agent, which relays all messages (`shardwise.workers.nodes`)."""
 
 import select
 import signal

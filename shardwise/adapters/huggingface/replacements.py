@@ -9,8 +9,7 @@ Experts on the ranks of the expert axis: a rank keeps some of the experts that a
 Tokens are sorted by expert, sent to the ranks that have them, go through the module's own forward with one expert each,
 and come back to be weighted and summed.
 
-The fused loss of causal language models: their head computes the loss, and never all logits.
-"""
+The fused loss of causal language models: their head computes the loss, and never all logits."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -19,8 +19,7 @@ A step of each rank, for all rows that are not in the hot-row cache (`HotRowCach
     update          updates each touched row once (`shardwise.optim.sparse`)
 
 Gradients are sums over ranks, not means: the loss is already divided by the samples of the global batch. Storage and
-routes stay in host memory, pinned if there is a GPU.
-"""
+routes stay in host memory, pinned if there is a GPU."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

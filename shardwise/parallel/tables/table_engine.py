@@ -2,8 +2,7 @@
 over the host memory of all ranks.
 
 Table shards are parameter shards like any other: the same step computes the norm of their gradients and clips them, and
-the same checkpoint saves and reshards them. Their gradient holds only the rows that the batch touched.
-"""
+the same checkpoint saves and reshards them. Their gradient holds only the rows that the batch touched."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace

@@ -2,8 +2,7 @@
 
 Formulas come from dry runs, with which `tests/test_dryrun.py` compares. A rank's peak is the largest of candidates: a
 block's backward, the loss, the embedding's gradient and the update, at every peak of the schedule. `k` is the
-`BlockSizes`, `s` the bytes per element of the compute dtype, `w` those of the master dtype.
-"""
+`BlockSizes`, `s` the bytes per element of the compute dtype, `w` those of the master dtype."""
 
 from collections.abc import Iterator, Sequence
 from math import ceil

@@ -6,8 +6,7 @@ micro-batch, or of one round of them) is like the previous one: a dry run stops 
 memory of a period for each that remains, plus what each micro-batch needs for the whole step.
 
 Tensors are those of PyTorch's eager kernels, but RMSNorm counts as fused, as on a GPU. The step is the first one, with
-optimizer state. In later ones DDP (`replicate` alone) rebuilds its buckets: the number of calls may differ slightly.
-"""
+optimizer state. In later ones DDP (`replicate` alone) rebuilds its buckets: the number of calls may differ slightly."""
 
 import dataclasses
 import gc

@@ -11,8 +11,7 @@ retroactively:
     buffers      communication buffers, samples, everything else
 
 Every collective counts toward the mesh axis whose group it uses, with the bytes of its larger side. Bytes are those of
-the tensors; the allocator adds its rounding.
-"""
+the tensors; the allocator adds its rounding."""
 
 import tomllib
 import weakref
