@@ -134,8 +134,9 @@ def test_any_override_is_taken_or_refused_in_words(key: str, value: str) -> None
         ["verify", "--layout", "pipeline=99"], ["verify", "--layout", "nonsense"], ["verify", "--steps", "1"],
         ["sample", "nowhere"], ["data", "out.bin", "--set", "data.source=text", "--set", "data.path=nowhere"],
         ["train", "--set", "data.source=jsonl", "--set", "data.path=bad.jsonl"],
-        ["train", "--set", "data.tokenizer=bpe:99999"], ["train", "--set", "run.device=tpu"],
-        ["train", "--set", "run.folder=/proc/nope"], ["frobnicate"], ["train", "bad.toml", "--resume", "x"],
+        ["train", "--set", "data.tokenizer=bpe:99999", "--set", "model.vocab=256"],
+        ["train", "--set", "run.device=tpu"], ["train", "--set", "run.folder=/proc/nope"], ["frobnicate"],
+        ["train", "bad.toml", "--resume", "x"],
     ],
 )  # fmt: skip
 def test_mistakes_on_the_command_line(
