@@ -104,7 +104,8 @@ def test_a_damaged_owner_stops_nobody(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_an_owner_that_is_being_killed_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine, a process takes a while to die; the resume that follows `kill -9` must not be refused."""
-    fields = Path("/proc/self/stat").read_text().split()
+    name, _, rest = Path("/proc/self/stat").read_text().rpartition(") ")
+    fields = ["1", f"{name.partition(' ')[2]})".replace(" ", "-"), *rest.split()]
     assert run_owner._began(os.getpid()) == int(fields[21])
     for index, value in ((2, "Z"), (8, str(int(fields[8]) | 4)), (30, "256")):  # state, PF_EXITING, pending SIGKILL
         ending = [*fields[:index], value, *fields[index + 1 :]]
