@@ -25,6 +25,8 @@ test-clusters: $(DOCS_STAMP)
 	$(BIN)/python -m pytest tests/test_slurm.py tests/test_ray.py tests/test_submit.py tests/test_nodes.py \
 		tests/test_run_store.py tests/test_preflight.py tests/test_tutorial_tune.py \
 		tests/test_packaging.py tests/test_site.py \
+		tests/test_page_views.py::test_every_page_fits_every_screen \
+		tests/test_cluster_environment.py::test_where_says_what_it_read_that_from \
 		tests/test_trainer.py::test_every_way_to_start_gives_the_same_losses \
 		tests/test_embedding.py::test_the_example_trains_learns_and_goes_on_elsewhere \
 		tests/test_train.py::test_under_torchrun_it_joins_that_world_and_sample_writes_text

@@ -68,6 +68,7 @@ THINNED = {
     "test_layouts_of_a_folder": 3, "test_planted_bugs_are_caught": 4, "test_a_number_beyond_its_bound_is_a_sentence": 4,
     "test_the_search_finds_what_simulating_everything_finds": 5, "test_the_search_is_exact": 8,
     "test_what_is_chosen_can_run": 9, "test_order_is_executed_multi": 5, "test_order_is_executed_single": 5,
+    "test_a_model_that_transformers_does_not_know_becomes_a_program": 3,
 }  # fmt: skip
 # These run one case of each kind, which is the first word of the case's id: each planted bug once, in one layout.
 ONE_OF_EACH = ("test_caught", "test_the_culprit_is_named")
@@ -77,6 +78,7 @@ ONE_OF_EACH = ("test_caught", "test_the_culprit_is_named")
 ON_CLUSTERS = (
     "test_slurm.py", "test_ray.py", "test_submit.py", "test_nodes.py", "test_run_store.py", "test_preflight.py",
     "test_tutorial_tune.py", "test_packaging.py", "test_the_site_is_built_whole", "test_pages_in_a_browser",
+    "test_every_page_fits_every_screen", "test_where_says_what_it_read_that_from",
     "test_every_way_to_start_gives_the_same_losses",
     "test_the_example_trains_learns_and_goes_on_elsewhere",
     "test_under_torchrun_it_joins_that_world_and_sample_writes_text",
