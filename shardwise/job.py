@@ -256,7 +256,8 @@ class Job(ConfigSection):
             except LayoutError as error:
                 raise ValueError(str(error)) from None
             if layout.zero > layout.shard == 1:
-                raise ValueError(f"layout '{self.layout}': zero={layout.zero} shards over shard=N, which is 1; set it")
+                problem = f"layout '{self.layout}': zero={layout.zero} shards over shard=N, which is 1"
+                raise ValueError(f"{problem}; set shard")
 
     @property
     def samples(self) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -139,7 +139,10 @@ def _next_coprime(values: np.ndarray, counts: Sequence[int]) -> np.ndarray:
 class CriteoClicks(ClickSource):
     """Rows of one Criteo file. A skipped bad row keeps its stream position, with an ignored target."""
 
-    def __init__(self, model: DLRMConfig, path: Path, offsets: np.ndarray, first: int, count: int, bad: Any = None):
+    def __init__(
+        self, model: DLRMConfig, path: Path, offsets: np.ndarray, first: int, count: int,
+        bad: BadRecords | None = None,
+    ):  # fmt: skip
         super().__init__(model, first, count)
         self.path, self.offsets, self.bad_records = path, offsets, bad or BadRecords()
 

@@ -3,7 +3,8 @@
 A sample is a float32 image (3, size, size), normalised to mean 0 and standard deviation 1, with its class as target.
 Augmentations (docs/how-to/train-on-images.md) are applied in the order crop, flip, colour, cutout. Random numbers are
 hashes of the seed and the sample's stream position, so they do not depend on the layout, the number of workers or
-restarts. A record of CIFAR-10's binary version has 3,073 bytes: the class, then the red, green and blue planes."""
+restarts. A record of CIFAR-10's binary version has 3,073 bytes: the class, then the red, green and blue planes.
+Its Python version is pickled, and unpickling can run code."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -99,7 +100,10 @@ class ImageSource(CountedSource):
 class SyntheticImages(ImageSource):
     """Generated images: a wave pattern per class, shifted and with noise; a function of the seed and the index."""
 
-    def __init__(self, count: int, image_size: int, classes: int, seed: int, augment: Any = None, first_index: int = 0):
+    def __init__(
+        self, count: int, image_size: int, classes: int, seed: int, augment: ImageAugmentation | None = None,
+        first_index: int = 0,
+    ):  # fmt: skip
         super().__init__(count, image_size, classes, augment)
         self.seed, self.first_index = seed, first_index
 

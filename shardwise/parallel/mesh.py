@@ -49,7 +49,8 @@ class Mesh:
         for axis, size in zip(AXES, sizes, strict=True):
             if size > 1:
                 self._axes[axis] = self._axis(axis, self.device_mesh.get_group(axis))
-        self.all_ranks = self._axis("world", dist.distributed_c10d._get_default_group())
+        assert dist.group.WORLD is not None
+        self.all_ranks = self._axis("world", dist.group.WORLD)
         sole_axis = next((axis for axis, size in zip(AXES, sizes, strict=True) if size == world), None)
         self._axes["world"] = replace(self.all_ranks, name=sole_axis or "world")
         if layout.data > 1:

@@ -309,6 +309,7 @@ class Estimator:
         return 2 * stages * transfer * (1.0 - self.efficiency.overlap_p2p) ** stages
 
     def stage_output_bytes(self, layout: Layout) -> float:
+        """Returns the bytes of one micro-batch that one stage sends to the next."""
         tokens = layout.micro_batch * self.shape.sequence / layout.context
         return self.kernel_profile.itemsize * tokens * self.shape.width / layout.tensor
 

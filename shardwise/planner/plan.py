@@ -263,8 +263,8 @@ def resolve_layout(job: Job, shape: ModelShape, layout: Layout) -> Layout:
     if shape.has_exact_cost_model:
         return replace(layout, micro_batch=prepare(job, layout).batch.micro_batch)
     if Estimator.is_auto_schedule(layout):
-        only = "is only available for dense decoders"
-        raise LayoutError(f"schedule={layout.schedule} {only}, not {job.model.name}; use 1f1b.")
+        problem = f"schedule={layout.schedule} is only available for dense decoders, not {job.model.name}"
+        raise LayoutError(f"{problem}; use 1f1b.")
     limits = {"tensor": shape.heads, "pipeline": shape.stages, "context": shape.context_positions,
               "expert": shape.experts or 1}  # fmt: skip
     for axis, limit in limits.items():

@@ -37,8 +37,8 @@ def search(estimator: Estimator, devices: int, keep: int = 10) -> SearchResult:
     begin, bases = time.perf_counter(), layout_classes(estimator, devices)
     classes = sorted(((class_lower_bound(estimator, base), base) for base in bases), key=lambda pair: pair[0])
     if not classes:
-        split = f"{devices} devices splits {estimator.samples} samples"
-        raise LayoutError(f"no layout of {split} evenly; change one of them.")
+        samples = estimator.samples
+        raise LayoutError(f"no layout of {devices} devices splits {samples} samples evenly; change one of them.")
     fastest, evaluated = _fastest_layouts(estimator, classes, keep)
     best = [estimator.predict(layout) for _, layout in fastest]
     if not best:  # micro-batch 1 and full recomputation need the least memory

@@ -218,10 +218,12 @@ class ModuleTime(NamedTuple):
 
     @property
     def traffic(self) -> float:
+        """Exposed communication of a forward."""
         return self.tensor + self.context + self.expert
 
     @property
     def total(self) -> float:
+        """Forward and backward with their communication."""
         return self.forward + self.backward + 2 * self.traffic
 
 
@@ -308,6 +310,7 @@ class BlockTimeModel:
         return tokens / tensor  # sequence parallelism splits them between tensor-parallel regions
 
     def exposed_tensor_time(self, seconds: float) -> float:
+        """Returns what remains of tensor-parallel communication after overlap with matmuls."""
         return seconds * (1.0 - self.machine.efficiency.overlap_tensor)
 
     def loss_bytes_per_logit(self, tensor: int) -> float:

@@ -11,7 +11,8 @@ retroactively:
     buffers      communication buffers, samples, everything else
 
 Every collective counts toward the mesh axis whose group it uses, with the bytes of its larger side. Bytes are those of
-the tensors; the allocator adds its rounding."""
+the tensors; the allocator adds its rounding. PyTorch's MemTracker supports neither tensor-parallel shards nor repeated
+calls of a module, and CommDebugMode fails under PyTorch's pipeline schedules."""
 
 import tomllib
 import weakref
@@ -56,6 +57,7 @@ _TABLES = tomllib.loads((Path(__file__).parents[1] / "collectives.toml").read_te
 
 
 def by_axis(kind: CollectiveKind) -> tuple[int, str]:
+    """The place of a kind in tables: axes in mesh order."""
     return AXIS_NAMES.index(kind[0]), kind[1]
 
 
