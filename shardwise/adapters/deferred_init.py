@@ -199,15 +199,16 @@ def build_deferred(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module
         torch.manual_seed(hash_key("module build", seed) & (2**63 - 1))
         module = build()
     module = _copy_prebuilt(module, {})
-    parts = list(module.modules())
-    places = [(part, name) for part in parts for name, parameter in part._parameters.items() if parameter is not None]
-    for part, name in places:
-        part._parameters[name] = recorder.to_fake(part._parameters[name])  # if it was assigned without registering it
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                part._parameters[name] = recorder.to_fake(parameter)  # if it was assigned without registering it
     recorder.views = {name: _View.of(p) for name, p in module.named_parameters(remove_duplicate=False)}
     on_meta: dict[int, nn.Parameter] = {}
-    for part, name in places:
-        parameter: Any = part._parameters[name]
-        new = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
-        moved = nn.Parameter(new, parameter.requires_grad)
-        part._parameters[name] = on_meta.setdefault(id(parameter), moved)  # tied parameters stay tied
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                new = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
+                moved = nn.Parameter(new, parameter.requires_grad)
+                part._parameters[name] = on_meta.setdefault(id(parameter), moved)  # tied parameters stay tied
     return module, recorder
