@@ -48,6 +48,10 @@ class TableShard:
     rows: tuple[int, int]
 
     @property
+    def start(self) -> tuple[int, int]:
+        return self.rows[0], 0
+
+    @property
     def num_rows(self) -> int:
         return self.rows[1] - self.rows[0]
 
@@ -132,7 +136,7 @@ class TableParamShard(ParamShard):
 
     @property
     def offset_and_shape(self) -> tuple[tuple[int, ...], list[int]]:
-        return (self.shard.rows[0], 0), list(self.tensor.shape)
+        return self.shard.start, list(self.tensor.shape)
 
 
 def rows_between(rows: Tensor, gradient: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
@@ -300,7 +304,7 @@ class ShardedTables:
         """Initializes the rows; the values depend on the seed alone, not on the placement."""
         for local in self.local_shards:
             key, std = hash_key("init", seed, local.name), self.tables[local.shard.table].init_std
-            normal_(local.tensor, key, local.shape, local.offset_and_shape[0], std)
+            normal_(local.tensor, key, local.shape, local.shard.start, std)
 
     def locate(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the rank that owns each row, and the row's index in its storage."""
