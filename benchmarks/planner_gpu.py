@@ -20,24 +20,30 @@ from shardwise.planner.calibrate import calibrate
 from shardwise.planner.plan import make_estimator, resolve_layout
 
 GIB = 2**30
-JOBS: dict[str, tuple[dict[str, object], int, str]] = {
-    "gpt2": ({"name": "gpt2", "dropout": 0.0}, 32, "micro_batch=16"),
-    "llama 1.3b": ({"layers": 16, "width": 2048, "heads": 16, "kv_heads": 8, "ffn": 7168, "vocab": 32000,
-                    "sequence": 4096, "tied": False}, 8, "micro_batch=4"),
+LLAMA = {"layers": 16, "width": 2048, "heads": 16, "kv_heads": 8, "ffn": 7168, "vocab": 32000, "sequence": 4096,
+         "tied": False}  # fmt: skip
+JOBS: dict[str, tuple[dict[str, object], int, str, dict[str, object]]] = {
+    "gpt2": ({"name": "gpt2", "dropout": 0.0}, 32, "micro_batch=16", {}),
+    "llama 1.3b": (LLAMA, 8, "micro_batch=4", {}),
+    "fp8": (LLAMA, 8, "micro_batch=4", {"precision": "fp8"}),
+    "lora": ({**LLAMA, "lora": {"rank": 16}}, 8, "micro_batch=4", {}),
+    "offload": (LLAMA, 8, "micro_batch=4", {"optimizer": {"offload": True}}),
     "wide": ({"layers": 4, "width": 8192, "heads": 64, "kv_heads": 8, "ffn": 28672, "vocab": 32000, "sequence": 2048,
-              "tied": False}, 4, "micro_batch=2"),
+              "tied": False}, 4, "micro_batch=2", {}),
     "long": ({"layers": 12, "width": 1024, "heads": 8, "ffn": 4096, "vocab": 50257, "sequence": 32768}, 2,
-             "micro_batch=1 recompute=full"),
-    "gpt2-xl": ({"name": "gpt2-xl", "dropout": 0.0}, 8, "micro_batch=4"),
-    "selective": ({"name": "gpt2-xl", "dropout": 0.0}, 8, "micro_batch=8 recompute=selective"),
-    "vocabulary": ({"layers": 8, "width": 2048, "heads": 16, "ffn": 8192, "vocab": 128256, "sequence": 4096,
-                    "activation": "gelu"}, 4, "micro_batch=2"),
+             "micro_batch=1 recompute=full", {}),
+    "gpt2-xl": ({"name": "gpt2-xl", "dropout": 0.0}, 8, "micro_batch=4", {}),
+    "selective": ({"name": "gpt2-xl", "dropout": 0.0}, 8, "micro_batch=8 recompute=selective", {}),
+    "experts": ({"name": "moe", "layers": 8, "width": 1024, "heads": 16, "experts": 16, "experts_per_token": 2,
+                 "expert_ffn": 2048, "vocab": 32000, "sequence": 2048, "tied": False}, 8, "micro_batch=8", {}),
+    "bert": ({"name": "bert-base"}, 64, "micro_batch=64", {}),
+    "resnet": ({"name": "resnet-50"}, 256, "micro_batch=256", {"optimizer": {"name": "sgd"}}),
 }  # fmt: skip
 
 
 def compare(name: str, cluster: Cluster) -> dict[str, object]:
-    model, samples, text = JOBS[name]
-    job = make_job({"precision": "bf16", "model": model, "batch": {"samples": samples}})
+    model, samples, text, settings = JOBS[name]
+    job = make_job({"precision": "bf16", "model": model, "batch": {"samples": samples}, **settings})
     estimator = make_estimator(job, cluster)
     layout = resolve_layout(job, estimator.shape, Layout.parse(text))
     predicted = estimator.predict(layout)

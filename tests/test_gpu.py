@@ -211,16 +211,23 @@ def test_every_collective_goes_through_nccl():
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("model", ["gpt", "hf:llama", "bert", "resnet-50", "t5", "moe"])
+@pytest.mark.parametrize("model", ["gpt", "gpt, nf4", "gpt, dpo", "hf:llama", "bert", "resnet-50", "t5", "moe"])
 def test_the_commands_a_user_types(model, tmp_path):
     """Trains with the defaults of a GPU (compiled blocks, CUDA graph), resumes and benchmarks."""
+    model, _, way = model.partition(", ")
+    data = 'source = "synthetic"\n'
+    if way == "dpo":
+        pairs = [{"prompt": f"Say {n}", "chosen": "yes " * (n % 3 + 1), "rejected": "no"} for n in range(64)]
+        (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+        data = 'source = "chat"\npath = "pairs.jsonl"\n[loss]\ndpo_beta = 0.3\n'
     sizes = {
         "hf:llama": "sequence = 128\nargs = {num_hidden_layers = 2, hidden_size = 128, intermediate_size = 256, "
         "num_attention_heads = 2, num_key_value_heads = 2, vocab_size = 512}",
         "resnet-50": "image_size = 64",
     }.get(model, "sequence = 128\nlayers = 2\nwidth = 128\nheads = 2\nvocab = 512")
+    sizes += '\nlora = {rank = 4, quantize = "nf4"}' if way == "nf4" else ""
     (tmp_path / "job.toml").write_text(
-        f'precision = "bf16"\nsteps = 12\n[model]\nname = "{model}"\n{sizes}\n[data]\nsource = "synthetic"\n'
+        f'precision = "bf16"\nsteps = 12\n[model]\nname = "{model}"\n{sizes}\n[data]\n{data}'
         '[batch]\nsamples = 8\n[checkpoint]\nevery = 6\n[run]\nfolder = "run"\n'
     )
 
@@ -235,6 +242,7 @@ def test_the_commands_a_user_types(model, tmp_path):
     call("train", "--resume", "run", "--set", "steps=16")
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, 17))
+    assert rows[-1]["gpu_power"] > 10 and rows[-1]["gpu_temperature"] > 10 and 0 <= rows[-1]["gpu_utilization"] <= 100
     assert "ms per step" in call("bench", "step", "job.toml")
     if model == "gpt":
         call("calibrate", "--out", "here.toml")

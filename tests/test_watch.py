@@ -370,6 +370,7 @@ def long_run(folder: Path, ranks: int = 100, steps: int = 100_000, lines: int = 
                 "wait_seconds": {"shard": [10.0 - one for one in compute]},
                 "memory_gib": [1.0] * ranks,
                 "memory_by_kind_gib": {},
+                "gpu_temperature": [61.0] * ranks,
             }
             file.write(json.dumps(line) + "\n")
     return folder
@@ -381,6 +382,7 @@ def test_a_hundred_ranks_and_a_hundred_thousand_steps_stay_small(tmp_path: Path)
     assert len(json.dumps(told)) < 1_500_000
     assert len(told["series"]["step"]) <= 2000 and max(told["series"]["loss_high"]) == 50.0  # a spike of one step
     assert len(told["heatmap"]["values"]) == 100 and told["ranks"]["stragglers"] == [42]
+    assert told["memory"]["gib"]["gpu_temperature"] == [61.0] * 100
     before = run.logs[0].offset
     with (run.path / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(step(100_001, 10_001.0)) + '\n{"step": 100002, "lo')

@@ -5,6 +5,7 @@ one line per window of steps, with sums over the window. Windows grow during the
 thousand lines however long the run is."""
 
 import json
+import math
 import resource
 import statistics
 import time
@@ -29,10 +30,11 @@ Figures = dict[str, float]
 PHASES = ("compute", "optimizer", "data", "checkpoint", "validation")
 WAIT_AXES = (*DEGREES, "data", "local_sgd", "world")
 MEMORY_KINDS = ("weights", "gradients", "optimizer")
+GPU_SENSORS = ("gpu_temperature", "gpu_power", "gpu_utilization")  # degrees Celsius, watts, percent
 # Numeric fields of metrics.jsonl that the page and the trackers read.
 SCALAR_METRICS = (
     "samples", "loss", "grad_norm", "lr", "tokens_per_s", "seconds", "flops_per_s", "memory_gib", "time",
-    "mfu", "loss_scale", "gradient_compression_ratio", "expert_imbalance", "expert_drop_fraction",
+    "mfu", "loss_scale", "gradient_compression_ratio", "expert_imbalance", "expert_drop_fraction", *GPU_SENSORS,
 )  # fmt: skip
 TARGET_LINES = 1000  # a window covers at most total_steps / TARGET_LINES steps ...
 MIN_LINES = 200  # ... and at most step / MIN_LINES, which keeps early windows short
@@ -41,18 +43,19 @@ ALERT_WINDOW = 20  # steps per check for stragglers and data stalls
 STRAGGLER_RATIO = 1.5  # a straggler computes more than this many times as long as the median of its peers ...
 ALERT_SHARE = 0.2  # ... and delays them by more than this share of the step. Also the threshold for data stalls
 
-# Columns of a row: step start, step time, phases, waits, memory.
+# Columns of a row: step start, step time, phases, waits, memory, sensors.
 START, SECONDS, FIRST_PHASE = 0, 1, 2
 FIRST_WAIT = FIRST_PHASE + len(PHASES)
 PEAK_MEMORY = FIRST_WAIT + len(WAIT_AXES)
+FIRST_SENSOR = PEAK_MEMORY + 1 + len(MEMORY_KINDS)
 
 
 def metrics_row(
-    start: float, seconds: float, phase_seconds: Figures, wait_seconds: Figures, memory: Figures
+    start: float, seconds: float, phase_seconds: Figures, wait_seconds: Figures, device: Figures
 ) -> list[float]:
     """Returns the row of one step of one rank, from its start (Unix time on the clock of rank 0) to the next. Phases do
-    not include waits; `memory`: bytes of weights, gradients and optimizer state, and the peak so far."""
-    groups = (phase_seconds, PHASES), (wait_seconds, WAIT_AXES), (memory, ("peak", *MEMORY_KINDS))
+    not include waits; `device`: bytes of weights, gradients and optimizer state, the peak so far, and sensors."""
+    groups = (phase_seconds, PHASES), (wait_seconds, WAIT_AXES), (device, ("peak", *MEMORY_KINDS, *GPU_SENSORS))
     return [start, seconds, *(values.get(name, 0.0) for values, names in groups for name in names)]
 
 
@@ -100,7 +103,7 @@ class RankMetricsWriter:
             "seconds": rows[:, SECONDS].round(5).tolist(), "phase_seconds": columns(PHASES, FIRST_PHASE),
             "wait_seconds": columns(WAIT_AXES, FIRST_WAIT),
             "memory_gib": (rows[:, PEAK_MEMORY] / gib).round(4).tolist(),
-            "memory_by_kind_gib": columns(MEMORY_KINDS, PEAK_MEMORY + 1, gib),
+            "memory_by_kind_gib": columns(MEMORY_KINDS, PEAK_MEMORY + 1, gib), **columns(GPU_SENSORS, FIRST_SENSOR),
         }  # fmt: skip
         # A lost line is harmless; checkpoints report a full disk.
         with suppress(OSError), self.path.open("a") as file:
@@ -109,7 +112,7 @@ class RankMetricsWriter:
 
 
 def sum_steps(steps: list[np.ndarray]) -> np.ndarray:
-    """Sums the steps of a window. Start times are those of the first step, memory is that of the last."""
+    """Sums the steps of a window. Start times are those of the first step, memory and sensors those of the last."""
     total = np.sum(steps, axis=0)
     total[:, START], total[:, PEAK_MEMORY:] = steps[0][:, START], steps[-1][:, PEAK_MEMORY:]
     return np.asarray(total)
@@ -176,6 +179,16 @@ def sum_bytes_by_kind(tensors_by_kind: dict[str, Sequence[Any]]) -> dict[str, fl
     return totals
 
 
+def read_gpu_sensors(device: torch.device) -> Figures:
+    """Returns temperature, power and utilization of a GPU, as its driver tells; {} where it does not."""
+    if device.type == "cuda":
+        with suppress(Exception):  # no NVML, or a GPU without these sensors: the run does not depend on them
+            cuda = torch.cuda
+            values = cuda.temperature(device), cuda.power_draw(device) / 1000, cuda.utilization(device)
+            return dict(zip(GPU_SENSORS, map(float, values), strict=True))
+    return {}
+
+
 class RankMetricsCollector:
     """Measures this rank's steps and all-gathers the metrics. Calls `emit_event` for new alerts (stragglers and data
     stalls, both as `straggler` events)."""
@@ -189,6 +202,7 @@ class RankMetricsCollector:
         """The last step taken (0 if none since `reset`); metrics and waits of the last step that has ended."""
         self.memory_by_kind: dict[str, float] = {}
         self._memory_read_time, self._peak_bytes = -1.0, 0.0
+        self.sensors, self._sensor_read_time = dict[str, float](), -math.inf
         self._gradient_bytes_hook = optimizer.register_step_pre_hook(self._count_gradient_bytes)
         self.writer = RankMetricsWriter(run_path / "ranks.jsonl", job.total_steps, mesh.layout.pipeline)
         self.clock_offset = measure_clock_offset(mesh.all_ranks, self.device) if world > 1 else 0.0
@@ -221,7 +235,7 @@ class RankMetricsCollector:
             self.memory_by_kind |= sum_bytes_by_kind({"weights": self._weights(), "optimizer": states})
         seconds = time.perf_counter() - self._step_perf_counter
         memory = self.memory_by_kind | {"peak": self.peak_memory()}
-        self.last_row = metrics_row(self._step_start, seconds, phase_seconds, self.last_waits, memory)
+        self.last_row = metrics_row(self._step_start, seconds, phase_seconds, self.last_waits, memory | self.sensors)
         if actions := self.timer.take_recorded_actions():
             offset = self.clock_offset
             shifted = [[*action, round(begin - offset, 6), round(end - offset, 6)] for *action, begin, end in actions]
@@ -239,6 +253,12 @@ class RankMetricsCollector:
             if self.device.type == "cuda":
                 self._peak_bytes = torch.cuda.max_memory_allocated(self.device)
         return self._peak_bytes
+
+    def read_sensors(self) -> None:
+        """Reads the sensors of the GPU, every five seconds: it takes milliseconds."""
+        if time.monotonic() - self._sensor_read_time >= 5.0:
+            self._sensor_read_time = time.monotonic()
+            self.sensors = read_gpu_sensors(self.device)
 
     def _count_gradient_bytes(self, *_: Any) -> None:
         """Counts gradient bytes right before the first optimizer step, while gradients exist."""

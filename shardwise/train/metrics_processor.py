@@ -120,7 +120,7 @@ class MetricsProcessor:
             "loss": json_number(loss), "grad_norm": json_number(grad_norm), "lr": lr,
             "tokens_per_s": self.job.samples * self.job.model.sequence_length / seconds, "seconds": seconds,
             "flops_per_s": self.step_flops / seconds, "data_wait_seconds": data_wait,
-            "memory_gib": self.ranks.peak_memory() / 2**30, "time": round(time.time(), 3),
+            "memory_gib": self.ranks.peak_memory() / 2**30, "time": round(time.time(), 3), **self.ranks.sensors,
         }  # fmt: skip
         spent["other"] = seconds - sum(spent.values()) - sum(waits.values())
         record["phase_seconds"] = {part: round(value, 6) for part, value in spent.items()}
@@ -166,6 +166,7 @@ class MetricsProcessor:
         if self._unwritten is None:
             return
         (record, previous_step, rows), self._unwritten = self._unwritten, None
+        self.ranks.read_sensors()
         if slowest := self.ranks.write(previous_step, rows):
             record["slowest"] = slowest
         if self.ranks.is_main:

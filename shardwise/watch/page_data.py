@@ -24,7 +24,7 @@ MAX_POINTS, COMPARED_POINTS, MAX_SEGMENTS = 2000, 400, 8  # points of a curve; l
 HEATMAP_COLUMNS, HEATMAP_ROWS = 240, 128
 MAX_EVENTS = 400
 CURVES = ("grad_norm", "lr", "tokens_per_s", "mfu", "memory_gib", "loss_scale", "gradient_compression_ratio",
-         "expert_imbalance", "expert_drop_fraction")  # fmt: skip
+         "expert_imbalance", "expert_drop_fraction", *rank_metrics.GPU_SENSORS)  # fmt: skip
 HEADERS = ("run", "status", "layout", "steps", "samples", "loss", "validation loss", "mean step time", "throughput",
            "goodput")  # fmt: skip
 COLLECTIVES = {"replicate": "all-reduce", "world": "all-reduce", "expert": "all-to-all"}  # other axes use several kinds
@@ -169,7 +169,7 @@ def heatmap(run: RunData) -> dict[str, Any]:
 
 
 def memory_table(run: RunData) -> dict[str, Any]:
-    """Returns peak GiB per rank, by kind where it was counted, and the prediction of each pipeline rank."""
+    """Returns peak GiB per rank, by kind where it was counted, sensors, and the prediction of each pipeline rank."""
     prediction, layout = run.plan.get("predicted", {}), run.layout
     stages = [sum(v for key, v in row.items() if key != "pipeline_rank") for row in prediction.get("memory_gib", [])]
     per_stage = layout.world // layout.pipeline if layout is not None else 1

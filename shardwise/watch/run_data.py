@@ -20,7 +20,7 @@ from shardwise.errors import JobError, LayoutError, StoreError
 from shardwise.files import parse_json, parse_record, parse_toml
 from shardwise.job import load_job
 from shardwise.layout import Layout
-from shardwise.metrics.rank_metrics import MEMORY_KINDS, PHASES, SCALAR_METRICS, WAIT_AXES
+from shardwise.metrics.rank_metrics import GPU_SENSORS, MEMORY_KINDS, PHASES, SCALAR_METRICS, WAIT_AXES
 from shardwise.train.run_store import fetch_run
 
 # Where step time goes: the fields of ranks.jsonl, then the remainder.
@@ -139,7 +139,7 @@ class RunData:
         self.line_steps: list[tuple[int, int]] = []  # last step and number of steps of each line
         self.category_seconds: list[np.ndarray] = []  # by line: seconds per step (`TIME_CATEGORIES`, ranks)
         self.starts: list[np.ndarray] = []
-        self.line_memory: list[dict[str, np.ndarray]] = []  # by line: GiB of each rank, the peak and by kind
+        self.line_memory: list[dict[str, np.ndarray]] = []  # by line, of each rank: GiB, the peak and by kind; sensors
 
     def _add_rank_line(self, record: JsonObject) -> None:
         seconds = np.array(record["seconds"], dtype=np.float64)
@@ -149,16 +149,17 @@ class RunData:
             if name in record[kind]:
                 category_seconds[index] = record[kind][name]
         category_seconds[-1] = seconds - category_seconds.sum(0)
-        gib = {"peak": record["memory_gib"], **record["memory_by_kind_gib"]}
+        known = {"peak": record["memory_gib"], **record["memory_by_kind_gib"], **record}
         self.line_steps.append((record["step"], steps))
         self.category_seconds.append(category_seconds / steps)
         self.starts.append(np.array(record["start"], dtype=np.float64))
-        self.line_memory.append({name: np.array(gib[name]) for name in ("peak", *MEMORY_KINDS) if name in gib})
+        names = [name for name in ("peak", *MEMORY_KINDS, *GPU_SENSORS) if name in known]
+        self.line_memory.append({name: np.array(known[name]) for name in names})
 
     @property
     def memory(self) -> dict[str, list[float]]:
-        """The last known GiB of each rank: the peak, and by kind where it was counted."""
-        return {name: gib.tolist() for name, gib in self.line_memory[-1].items()} if self.line_memory else {}
+        """The last known GiB of each rank, the peak and by kind where it was counted, and the sensors of its GPU."""
+        return {name: values.tolist() for name, values in self.line_memory[-1].items()} if self.line_memory else {}
 
     def segments(self) -> list[tuple[int, str, float]]:
         """Returns the parts of the run between changes of layout: the steps before it, its layout, when it began."""

@@ -98,6 +98,8 @@ function drawMemory(parent, run) {
   }
   parent.append(bars, legend([...parts.map((part) => [part, colour(part)]), ["predicted", css("--mark")]]));
   if (m.limit) parent.append(el("p", { class: "small dim" }, `Device memory assumed by the plan: ${formatNumber(m.limit)} GiB per rank. Bars show peak memory; "activations and other" includes buffers and, on a CPU, the process itself.`));
+  const sensors = Object.entries({ gpu_temperature: "GPU \u00b0C", gpu_power: "GPU W", gpu_utilization: "GPU % busy" }).filter(([name]) => m.gib[name]);
+  if (sensors.length) parent.append(table(["rank", ...sensors.map((pair) => pair[1])], rows.map((row) => [row.rank, ...sensors.map(([name]) => Math.round(m.gib[name][row.rank]))])));
   parent.append(collapsible("memory-table", "As a table", table(["rank", ...parts, "predicted"], rows.map((row) => [row.rank, ...parts.map((part) => row[part] || 0), row.predicted]))));
 }
 

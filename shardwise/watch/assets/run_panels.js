@@ -3,6 +3,7 @@ const ALERT_EVENTS = ["killed", "suspended", "hung", "failed", "rollback", "loss
 const METRIC_LABELS = {
   loss: "loss", grad_norm: "gradient norm", lr: "learning rate", mfu: "MFU (model FLOPs utilization)",
   memory_gib: "peak memory of rank 0 (GiB)", loss_scale: "loss scale", gradient_compression_ratio: "gradient compression ratio",
+  gpu_temperature: "GPU temperature of rank 0 (\u00b0C)", gpu_power: "GPU power of rank 0 (W)", gpu_utilization: "GPU utilization of rank 0 (%)",
   expert_imbalance: "expert load imbalance (max / mean)", expert_drop_fraction: "dropped token fraction",
 };
 const metricLabel = (name, unit) => METRIC_LABELS[name] || `${unit}/s`;
