@@ -65,6 +65,8 @@ class ResNetStem(nn.Module):
         self.has_max_pool = config.stem == "imagenet"
 
     def forward(self, images: Tensor, ids: Tensor | None = None, targets: Tensor | None = None) -> Tensor:
+        if images.is_cuda:  # the memory format in which convolutions are fastest; all that follows keeps it
+            images = images.contiguous(memory_format=torch.channels_last)
         x = self.norm(self.conv(images.to(self.conv.weight.dtype))).relu_()
         return F.max_pool2d(x, 3, 2, 1) if self.has_max_pool else x
 

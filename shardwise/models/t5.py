@@ -131,12 +131,19 @@ class T5Attention(nn.Module):
         """Returns the bias (heads, queries, keys), -inf for a decoder's future keys. None: cross-attention."""
         if self.distances is None:
             return None
-        positions = torch.arange(length, device=self.distances.device)
-        relative_position = positions - positions[:, None]  # key minus query
+        # By offset, key minus query, modulo twice the length: the gradient of a lookup by query and key would add up
+        # very many numbers per bucket one after the other.
+        offsets = torch.arange(2 * length, device=self.distances.device)
+        offsets = torch.where(offsets < length, offsets, offsets - 2 * length)
         num_buckets = self.distances.shape[0]
-        buckets = relative_position_bucket(relative_position, not self.causal, num_buckets, self.max_distance)
-        bias = self.distances[buckets].permute(2, 0, 1)
-        return (bias.masked_fill(relative_position > 0, -math.inf) if self.causal else bias).to(dtype)
+        buckets = relative_position_bucket(offsets, not self.causal, num_buckets, self.max_distance)
+        one_hot = buckets[:, None] == torch.arange(num_buckets, device=buckets.device)
+        bias = one_hot.to(self.distances.dtype) @ self.distances
+        if self.causal:
+            bias = bias.masked_fill((offsets > 0)[:, None], -math.inf)
+        # Rows of one element less: each begins one offset further back than the row before.
+        flat = bias.t().unsqueeze(1).expand(-1, length, -1).flatten(1)[:, : length * (2 * length - 1)]
+        return flat.unflatten(1, (length, 2 * length - 1))[..., :length].to(dtype)
 
 
 def relative_position_bucket(offset: Tensor, bidirectional: bool, num_buckets: int, max_distance: int) -> Tensor:

@@ -1,8 +1,10 @@
 """Synchronized batch norm: statistics are summed over all data-parallel ranks, so every layout computes the same."""
 
+from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -17,33 +19,37 @@ def apply(chain: Chain, axis: Axis) -> None:
         if isinstance(module, BatchNorm):
             module.reset_buffers()
         if isinstance(module, _BatchNorm):
-            _synchronize(module, axis)
+            module.__class__ = _synchronized(type(module))  # type: ignore[assignment,arg-type]
+            module.axis = axis  # type: ignore[assignment]
 
 
-def _synchronize(norm: _BatchNorm, axis: Axis) -> None:
-    """Makes a batch norm compute its statistics over all ranks of an axis, each with as many samples, and in float32 at
-    least: PyTorch's kernels do not take half-precision weights next to float32 statistics."""
-    local_forward = norm.forward
+@cache
+def _synchronized(base: type) -> type:
+    """Returns one class for all batch norms of a type, so that code compiled for one block serves the next."""
+    return type(base.__name__, (base,), {"forward": _forward})
 
-    def forward(x: Tensor) -> Tensor:
-        if axis.size == 1 and x.dtype.itemsize > 2 and x.numel() > x.shape[1]:
-            return local_forward(x)
-        dims, shape = [0, *range(2, x.dim())], (-1, *[1] * (x.dim() - 2))
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        if norm.training or norm.running_mean is None or norm.running_var is None:
-            count = axis.size * x.numel() // x.shape[1]
-            mean = AllReduceSum.apply(wide.sum(dims), axis) / count
-            variance = AllReduceSum.apply((wide - mean.view(shape)).square().sum(dims), axis) / count
-            if norm.running_mean is not None:
-                _update_running_statistics(norm, mean.detach(), variance.detach() * (count / max(1, count - 1)))
-        else:
-            mean, variance = norm.running_mean, norm.running_var
-        weight, bias = (norm.weight.to(wide.dtype), norm.bias.to(wide.dtype)) if norm.affine else (1.0, 0.0)
-        factor = (variance + norm.eps).rsqrt() * weight
-        shift = bias - mean * factor
-        return (wide * factor.view(shape) + shift.view(shape)).to(x.dtype)
 
-    norm.forward = forward  # type: ignore[method-assign,assignment]
+def _forward(norm: Any, x: Tensor) -> Tensor:
+    """Computes the statistics over all ranks of the norm's axis, each with as many samples, and in float32 at least:
+    PyTorch's kernels do not take half-precision weights next to float32 statistics."""
+    axis, dtype = norm.axis, torch.promote_types(x.dtype, torch.float32)
+    weight, bias = (norm.weight.to(dtype), norm.bias.to(dtype)) if norm.affine else (None, None)
+    statistics = norm.running_mean, norm.running_var
+    if not norm.training and norm.running_mean is not None:
+        return F.batch_norm(x, *statistics, weight, bias, eps=norm.eps)
+    if axis.size == 1 and norm.momentum is not None and x.numel() > x.shape[1]:
+        if norm.num_batches_tracked is not None:
+            norm.num_batches_tracked.add_(1)
+        return F.batch_norm(x, *statistics, weight, bias, training=True, momentum=norm.momentum, eps=norm.eps)
+    dims, shape, wide = [0, *range(2, x.dim())], (-1, *[1] * (x.dim() - 2)), x.to(dtype)
+    count = axis.size * x.numel() // x.shape[1]
+    mean = AllReduceSum.apply(wide.sum(dims), axis) / count
+    variance = AllReduceSum.apply((wide - mean.view(shape)).square().sum(dims), axis) / count
+    if norm.running_mean is not None:
+        _update_running_statistics(norm, mean.detach(), variance.detach() * (count / max(1, count - 1)))
+    factor = (variance + norm.eps).rsqrt() * (1.0 if weight is None else weight)
+    shift = (0.0 if bias is None else bias) - mean * factor
+    return (wide * factor.view(shape) + shift.view(shape)).to(x.dtype)
 
 
 @torch.no_grad()

@@ -48,8 +48,10 @@ def select_attention_backend(backend: str, device: torch.device) -> None:
 
 def compile_blocks(chain: Chain, saves_all: bool) -> None:
     functorch.activation_memory_budget = FULL_ACTIVATION_MEMORY_BUDGET if saves_all else ACTIVATION_MEMORY_BUDGET
-    for block in chain.blocks():
-        block.compile()
+    kinds = {tuple(weight.shape for weight in block.parameters()) for block in chain.blocks()}
+    torch._dynamo.config.recompile_limit = 8 + 4 * len(kinds)  # for training and validation, with and without gradients
+    for block in chain.blocks():  # blocks that differ, as in a ResNet, must not share slow code for any shape
+        block.compile(dynamic=False if len(kinds) > 2 else None)
 
 
 def drop_frozen(chain: Chain, specs: ParamSpecs, mesh: Mesh) -> Iterator[tuple[nn.Module, ParamShard]]:
