@@ -16,9 +16,12 @@ from torch import Tensor
 from shardwise.comm.collectives import Axis, all_reduce, all_reduce_coalesced
 from shardwise.data.sample_stream import Samples
 from shardwise.optim.adamw import AdamW
+from shardwise.optim.sharded_optimizer import SGD
 from shardwise.parallel.data_parallel import SingleProcess
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.expert import update_expert_bias
+
+OnFailure = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class CudaGraphStep:
     """Steps of a single process on a GPU as one CUDA graph: captured after the warm-up steps, replayed from then on, so
     that no kernel waits for the host to launch it. If the capture fails, all steps run without a graph."""
 
-    def __init__(self, engine: Engine, optimizer: AdamW, clip: float, warmup: int, on_failure: Callable[[str], None]):
+    def __init__(self, engine: Engine, optimizer: AdamW | SGD, clip: float, warmup: int, on_failure: OnFailure):
         """`warmup`: eager steps first, which compile blocks and create state. `on_failure` gets a sentence."""
         self.engine, self.optimizer, self.clip, self.warmup_steps = engine, optimizer, clip, warmup
         self.on_failure = on_failure
@@ -123,12 +126,12 @@ class CudaGraphStep:
 def make_step_fn(
     engine: Engine, optimizer: torch.optim.Optimizer, clip: float, compiled: bool, warmup_steps: int = 3,
     on_grads_ready: Callable[[StepResult], None] | None = None,
-    on_capture_failure: Callable[[str], None] = warnings.warn,
+    on_capture_failure: OnFailure = warnings.warn,
 ) -> Callable[[Samples], StepResult]:  # fmt: skip
     """Returns the step function; a CUDA graph if compiled, single-process and static, that is if every step launches
     the same kernels: no dynamic loss scale, and no tables in host memory."""
     is_static = isinstance(engine.data, SingleProcess) and not engine.scale.dynamic and not engine.has_tables
-    if compiled and is_static and engine.mesh.device.type == "cuda" and isinstance(optimizer, AdamW):
+    if compiled and is_static and engine.mesh.device.type == "cuda" and isinstance(optimizer, AdamW | SGD):
         return CudaGraphStep(engine, optimizer, clip, warmup_steps, on_capture_failure)
     return lambda samples: step(engine, optimizer, samples, clip, on_grads_ready)
 

@@ -179,16 +179,6 @@ def sum_bytes_by_kind(tensors_by_kind: dict[str, Sequence[Any]]) -> dict[str, fl
     return totals
 
 
-def read_gpu_sensors(device: torch.device) -> Figures:
-    """Returns temperature, power and utilization of a GPU, as its driver tells; {} where it does not."""
-    if device.type == "cuda":
-        with suppress(Exception):  # no NVML, or a GPU without these sensors: the run does not depend on them
-            cuda = torch.cuda
-            values = cuda.temperature(device), cuda.power_draw(device) / 1000, cuda.utilization(device)
-            return dict(zip(GPU_SENSORS, map(float, values), strict=True))
-    return {}
-
-
 class RankMetricsCollector:
     """Measures this rank's steps and all-gathers the metrics. Calls `emit_event` for new alerts (stragglers and data
     stalls, both as `straggler` events)."""
@@ -255,10 +245,12 @@ class RankMetricsCollector:
         return self._peak_bytes
 
     def read_sensors(self) -> None:
-        """Reads the sensors of the GPU, every five seconds: it takes milliseconds."""
-        if time.monotonic() - self._sensor_read_time >= 5.0:
-            self._sensor_read_time = time.monotonic()
-            self.sensors = read_gpu_sensors(self.device)
+        """Reads the sensors of this rank's GPU, every five seconds: it takes milliseconds."""
+        if self.device.type == "cuda" and time.monotonic() - self._sensor_read_time >= 5.0:
+            self._sensor_read_time, cuda, gpu = time.monotonic(), torch.cuda, self.device
+            with suppress(Exception):  # no NVML, or a GPU without these sensors: the run does not depend on them
+                values = cuda.temperature(gpu), cuda.power_draw(gpu) / 1e3, cuda.utilization(gpu)
+                self.sensors = dict(zip(GPU_SENSORS, map(float, values), strict=True))
 
     def _count_gradient_bytes(self, *_: Any) -> None:
         """Counts gradient bytes right before the first optimizer step, while gradients exist."""

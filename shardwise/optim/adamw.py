@@ -47,17 +47,10 @@ class AdamW(ShardedOptimizer):
             shapes, dtype = [weight.shape for weight, _ in owners], state_dtype or weights[0].dtype
             zeros, self.host_buffer = host_zeros(shapes, dtype)
             self.host_moments = dict(zip(owners, zeros))
-        self.lr_tensors = [torch.zeros((), device=group["params"][0].device) for group in self.param_groups]
-
-    def copy_lr_to_device(self) -> None:
-        """Copies the learning rates to the device, where a CUDA graph of the step reads them."""
-        for group, lr_tensor in zip(self.param_groups, self.lr_tensors, strict=True):
-            lr_tensor.fill_(group["lr"])
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        if self.lr_tensors[0].is_cuda and not torch.cuda.is_current_stream_capturing():
-            self.copy_lr_to_device()
+        self.copy_lr_to_device()
         weights = [weight for group in self.param_groups for weight in group["params"]]
         for weight in weights:
             if not self.state[weight]:

@@ -31,6 +31,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.shards = {shard.tensor: shard for shard in shards}
         self.grad_scale: Tensor | None = None
         self.found_inf: Tensor | None = None
+        self.lr_tensors = [torch.zeros((), device=group["params"][0].device) for group in self.param_groups]
+
+    def copy_lr_to_device(self) -> None:
+        """Copies the learning rates to the device, where a step, or its CUDA graph once captured, reads them."""
+        if self.lr_tensors[0].is_cuda and not torch.cuda.is_current_stream_capturing():
+            for group, lr_tensor in zip(self.param_groups, self.lr_tensors, strict=True):
+                lr_tensor.fill_(group["lr"])
 
     def state_for_checkpoint(self, weight: Tensor) -> dict[str, Tensor]:
         """Returns the state of a shard in the form that checkpoints store."""
@@ -65,6 +72,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def update_weight(self, shard: ParamShard, new: Tensor) -> None:
         self.assign_unless_skipped(shard.tensor.detach(), new)
+        self.update_compute_copy(shard)
+
+    def update_compute_copy(self, shard: ParamShard) -> None:
         if shard.compute_copy is not None:
             shard.compute_copy.detach().copy_(shard.tensor)
             shard.is_compute_copy_current = True
@@ -82,14 +92,19 @@ class SGD(ShardedOptimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        for shard, state, group in self.iter_shards():
-            weight = shard.tensor.detach()
-            update = self.unscaled_grad(shard).add(weight, alpha=group["weight_decay"])
-            if group["momentum"]:
-                momentum_buffer = state.setdefault("momentum_buffer", torch.zeros_like(weight))
-                self.assign_unless_skipped(momentum_buffer, update.add(momentum_buffer, alpha=group["momentum"]))
-                update = momentum_buffer
-            self.update_weight(shard, weight.sub(update, alpha=group["lr"]))
+        self.copy_lr_to_device()
+        for group, lr_tensor in zip(self.param_groups, self.lr_tensors, strict=True):
+            shards, momentum = [self.shards[weight] for weight in group["params"]], group["momentum"]
+            pairs = [(self.state[shard.tensor], shard.tensor) for shard in shards if momentum]
+            torch._fused_sgd_(
+                [shard.tensor.detach() for shard in shards], [shard.grad.to(shard.tensor.dtype) for shard in shards],
+                [state.setdefault("momentum_buffer", torch.zeros_like(weight)) for state, weight in pairs],
+                lr=lr_tensor if lr_tensor.is_cuda else group["lr"], momentum=momentum, dampening=0.0,
+                weight_decay=group["weight_decay"], nesterov=False, maximize=False, is_first_step=False,
+                grad_scale=self.grad_scale, found_inf=self.found_inf,
+            )  # fmt: skip
+            for shard in shards:
+                self.update_compute_copy(shard)
 
 
 class LAMB(ShardedOptimizer):
