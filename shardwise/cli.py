@@ -149,19 +149,25 @@ def verify(
 def plan(
     job_file: JobFile = None,
     overrides: Overrides = None,
-    cluster: Annotated[str, Option(help="Preset (a100-80g, h100, ...) or file of `shardwise calibrate`.")] = "cpu",
-    devices: Annotated[int | None, Option(min=1, help="Devices; default: one node, rack or pod (cpu: 1024).")] = None,
+    cluster: Annotated[str | None, Option(help="Preset (h100, ...) or calibrated file; default: this machine.")] = None,
+    devices: Annotated[int | None, Option(min=1, help="Default: one node, rack or pod; here: all processes.")] = None,
     layout: Annotated[str | None, Option(help="Estimate this layout instead of searching.")] = None,
     price: Annotated[float | None, Option(min=0, help="Of a device for an hour: states the run's cost.")] = None,
 ) -> Answer:
     """Chooses the fastest layout for a job on a cluster and predicts step time and memory. Needs no devices."""
     plan_job = quick_import("shardwise.planner.plan").plan_job
-    from shardwise.planner.show import show_plan
+    from shardwise.planner.show import cost_lines, show_plan
 
-    plan_result = plan_job(job_file, overrides or [], cluster, devices, layout)
+    if cluster is None:  # as `train` plans
+        job = load_job(job_file, overrides or [])
+        job = job.model_copy(update={"layout": layout or job.layout})
+        plan_result, _ = quick_import("shardwise.train.local_machine").choose_plan(job, devices)
+    else:
+        plan_result = plan_job(job_file, overrides or [], cluster, devices, layout)
     with (console := Console()).capture() as shown:
         show_plan(plan_result, console, price)
-    return Answer(plan_result.as_dict(), shown.get().rstrip("\n"))
+    facts = plan_result.as_dict() | {"price": price, "statements": list(cost_lines(plan_result, price))}
+    return Answer(facts, shown.get().rstrip("\n"))
 
 
 @app.command()

@@ -16,7 +16,7 @@ from rich.console import Console
 from typer import Argument, Exit, Option
 
 from shardwise import quick_import
-from shardwise.console import Answer, elapsed_shown, print_answer, print_line, quietly
+from shardwise.console import Answer, elapsed_shown, fill_in, print_answer, print_line, quietly
 from shardwise.errors import DataError, JobError
 from shardwise.files import malformed_as_data_error, require_parent_folder, write_text
 from shardwise.job import load_job
@@ -75,7 +75,7 @@ def where(
     from shardwise.launch.cluster_environment import detect
 
     place = found.describe_place(detect(), folder)
-    return Answer(place, found.place_text(place))
+    return Answer(place, fill_in(Path(found.__file__).parent / "templates" / "where.txt", {**place, "gib": 2**30}))
 
 
 def init(

@@ -191,7 +191,7 @@ def value_of(field: FieldInfo) -> str:
     if get_origin(kind) is typing.Annotated:
         kind = get_args(kind)[0]
     if get_origin(kind) is dict:
-        return "a table of numbers"
+        return "a table of numbers" if get_args(kind)[1] is float else "a table"
     if get_origin(kind) is tuple and ... in get_args(kind):
         if get_args(kind)[0] is str:
             return "list of texts"
@@ -272,7 +272,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 
 def commands() -> str:
     parts = []
-    known = [(command, "") for command in cli.app.registered_commands]
+    known = [(command, command.name or "") for command in cli.app.registered_commands]
     known += [(command, f"{group.name} {command.name}") for group in cli.app.registered_groups
               if group.typer_instance for command in group.typer_instance.registered_commands]  # fmt: skip
     for command, name in known:

@@ -125,7 +125,8 @@ class FaultInjector:
         if fault.kind == "flip":
             corrupt_checkpoint(self.run_path, fault.number)
         elif fault.kind == "flip memory":
-            corrupt_snapshots(Path(self.trainer.snapshots), fault.rank)
+            for path in Path(self.trainer.snapshots).glob(f"rank-{fault.rank}.[0-9]"):
+                np.memmap(path, mode="r+")[0] ^= 64  # a bit of each of its snapshots
         os.kill(os.getpid(), SIGNALS[fault.kind])
 
     def _inject_bit_flip(self, tracked: Callable[[], list[TrackedTensor]], kind: str, phase: str | None = None) -> None:
@@ -179,12 +180,6 @@ def corrupt_checkpoint(run: Path, seed: int) -> None:
     content = np.memmap(path, mode="r+")
     content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
     (run / "faults" / f"flipped-{seed}").write_text(f"{path.parent.name}/{path.name}")
-
-
-def corrupt_snapshots(folder: Path, rank: int) -> None:
-    """Flips one bit in each snapshot of a rank."""
-    for path in folder.glob(f"rank-{rank}.[0-9]"):
-        np.memmap(path, mode="r+")[0] ^= 64
 
 
 def main(arguments: list[str], injector: type[FaultInjector] = FaultInjector, **options: Any) -> None:

@@ -25,12 +25,7 @@ from shardwise.errors import DataError
 Span = tuple[int, int]
 Messages = Sequence[dict[str, Any]]
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
-CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + '<|im_end|>' }}{% endgeneration %}"
-    "{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)  # of tokenizers without a template
+CHATML = Path(__file__).with_name("chatml.jinja").read_text(encoding="utf-8")  # of tokenizers without a template
 MARKS = _BEGIN, _END = "\ufdd0", "\ufdd1"  # Unicode's noncharacters, which no text has
 
 

@@ -6,6 +6,7 @@ Gates (`[export.gates]` of the job, and --gate) refuse the export before anythin
 import hashlib
 import json
 import operator
+import shutil
 import subprocess
 import sys
 import uuid
@@ -22,7 +23,7 @@ import torch
 from shardwise import __version__
 from shardwise.console import fill_in
 from shardwise.data.sample_stream import job_stream
-from shardwise.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from shardwise.data.tokenizer import ByteTokenizer, Tokenizer
 from shardwise.errors import DataError, JobError, RunError
 from shardwise.export.drift import profile_data
 from shardwise.export.smoke import greedy_tokens, logits_checksum
@@ -68,11 +69,11 @@ def _parse_gates(gates: Sequence[str]) -> dict[str, tuple[str, float]]:
 
 
 def measured(folder: RunFolder, step: int) -> dict[str, float]:
-    """Returns the newest value of every metric up to a step."""
+    """Returns the metrics of a step and of the newest validation up to it."""
     values: dict[str, float] = {}
     for record in folder.metrics():
         if record.get("step", 0) <= step:
-            values |= numbers_of(record)
+            values = {key: value for key, value in values.items() if key.startswith("validation")} | numbers_of(record)
     return values
 
 
@@ -92,7 +93,9 @@ def _write_beside(folder: RunFolder, export: Export, out: Path, checked: str, me
     tokenizer: Tokenizer | None = None
     with suppress(DataError):
         tokenizer = load_run_tokenizer(folder, job) if job.model.sample_kind == "tokens" else None
-    if isinstance(tokenizer, HuggingFaceTokenizer):
+    if isinstance(tokenizer, ByteTokenizer) and job.model.is_causal_lm:
+        shutil.copyfile(ASSETS / "bytes-tokenizer.json", out / "tokenizer.json")
+    if tokenizer is not None:
         _write_tokenizer_config(out, tokenizer, job.model.sequence_length)
     try:
         columns, problem = profile_data(job, tokenizer), ""
@@ -120,13 +123,13 @@ def _write_beside(folder: RunFolder, export: Export, out: Path, checked: str, me
         "checked": checked or "no: exported without --check", "smoke_test": told or "no: exported without --check",
         "versions": {name: _version(name) for name in ("shardwise", "torch", "transformers", "tokenizers")},
         "python": sys.version.split()[0], "job_sha256": _sha256(folder.path / "job.toml"), "sha256": hashes,
-        "data_bytes_and_hashes": data_files, "metrics": facts["measured"], "gates": job.export.gates,
+        "data_bytes_and_hashes": data_files, "gates": job.export.gates, **{k: facts[k] for k in ("layouts", "metrics")},
     }  # fmt: skip
     write_text(out / "proof.json", json.dumps(proof, indent=1) + "\n")
     return told
 
 
-def _write_tokenizer_config(out: Path, tokenizer: HuggingFaceTokenizer, length: int) -> None:
+def _write_tokenizer_config(out: Path, tokenizer: Tokenizer, length: int) -> None:
     """Writes what transformers' AutoTokenizer needs beside our tokenizer.json."""
     if (out / "tokenizer_config.json").exists() or not (out / "tokenizer.json").exists():
         return
@@ -184,6 +187,8 @@ def _facts(folder: RunFolder, export: Export, merge: bool) -> dict[str, Any]:
     """Returns what the card and MLmodel say."""
     job, manifest, files = folder.job(), read_manifest(export.checkpoint), folder.data_record()
     records = [record for record in folder.metrics() if record.get("step", 0) <= export.step]
+    resumes = [event for event in folder.events() if event.get("step", export.step) < export.step and "layout" in event]
+    layouts = list(dict.fromkeys([*(event["layout"] for event in resumes), manifest["layout"]]))
     hours = sum(record.get("seconds", 0.0) for record in records) / 3600
     watts = WATTS["GPU" if records and "mfu" in records[-1] else "CPU"]
     family, model, is_whole = export.job.family, export.job.model, export.lora is None or merge
@@ -196,9 +201,9 @@ def _facts(folder: RunFolder, export: Export, merge: bool) -> dict[str, Any]:
         "is_lm": job.model.is_causal_lm or architecture.endswith(("CausalLM", "LMHeadModel")),
         "parameters": sum(weight.numel() for _, weight in export.model.named_unique_parameters()),
         "files": [(Path(name).name, file.size) for name, file in files.files.items()], "samples": files.samples,
-        "layout": manifest["layout"], "world": int(manifest["world"]), "hours": hours, "watts": watts,
-        "flops": 3 * sum(forward_flops(job.model)) * (export.step * job.samples),
-        "measured": measured(folder, export.step), "transformers": _version("transformers"),
+        "layout": manifest["layout"], "layouts": layouts, "world": int(manifest["world"]), "hours": hours,
+        "watts": watts, "flops": 3 * sum(forward_flops(job.model)) * (export.step * job.samples),
+        "metrics": measured(folder, export.step), "transformers": _version("transformers"),
         "uuid": uuid.uuid4().hex, "time": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S.%f"),
     }  # fmt: skip
 

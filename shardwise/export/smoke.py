@@ -46,4 +46,4 @@ def smoke_test(folder: Path) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(smoke_test(Path(sys.argv[1])) or 0)
+    sys.exit(smoke_test(Path(sys.argv[1])) or print("Logits and greedy text are those of reference.json."))

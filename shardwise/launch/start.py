@@ -258,7 +258,8 @@ def _print_summary(prepared: Prepared, say: Say, start: str = "") -> None:
     rate = "the rate of your function" if own_rate else f"{job.optimizer.lr:g}"
     say(f"        {pluralize(job.total_steps, 'step')} of {size}, {optimizer} at {rate}")
     micro_batches = f"{pluralize(batch.micro_batches, 'micro-batch')} of {batch.micro_batch}"
-    say(f"layout: {layout} ({pluralize(layout.world, 'process')}, {micro_batches})")
+    compiled = ", compiled" if job.should_compile(local_machine.pick_device(job), layout) else ""
+    say(f"layout: {layout} ({pluralize(layout.world, 'process')}, {micro_batches}{compiled})")
 
 
 def _open_folder(job: Job, resumed: RunFolder | None, layout: Layout, environment: ClusterEnvironment) -> RunFolder:

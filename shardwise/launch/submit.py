@@ -22,6 +22,7 @@ from shardwise.errors import JobError
 from shardwise.files import write_text
 from shardwise.job import load_job
 from shardwise.launch.sweep import parse_values
+from shardwise.layout import Layout
 from shardwise.object_store import parse_url
 
 # Of each kind: its template, the suffix of the file that is written, and the command that takes it.
@@ -61,6 +62,10 @@ class Submission:
 
     def write(self, command: str) -> str:
         """Writes the file to submit, for its owner only. Returns its text without the secret. `command`: as typed."""
+        layout, nodes = load_job(self.job_file, self.settings).layout, self.options["nodes"]
+        world = 0 if layout == "auto" else Layout.parse(layout).world
+        if world % nodes or world not in (0, nodes * (self.options["gpus"] or world // nodes)):
+            raise JobError(f"layout '{layout}' has {world} processes, but {nodes} such nodes do not; change either.")
         text = fill(KINDS[self.kind][0], self._values() | {"command": command})
         write_text(self.path, text)
         self.path.chmod(0o600)

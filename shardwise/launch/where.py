@@ -21,7 +21,6 @@ from torch.utils.benchmark import Timer
 
 from shardwise.cluster import GIB
 from shardwise.comm.collectives import all_gather_json, ping_pong
-from shardwise.console import fill_in
 from shardwise.job import Job
 from shardwise.launch.cluster_environment import ClusterEnvironment
 from shardwise.launch.worker import init_distributed
@@ -63,11 +62,6 @@ def _storage(path: Path) -> dict[str, Any]:
     kind = max(mounts, key=lambda one: len(one.mountpoint)).fstype if mounts else "unknown"
     facts = {"file_system": kind, "is_shared": kind.startswith(SHARED_FILE_SYSTEMS)}
     return {"path": str(path), **facts, "free_bytes": shutil.disk_usage(existing).free}
-
-
-def place_text(place: dict[str, Any]) -> str:
-    """Returns the description as lines for people."""
-    return fill_in(Path(__file__).parent / "templates" / "where.txt", {**place, "gib": GIB})
 
 
 def measure_world(environment: ClusterEnvironment, folder: Path) -> list[Measured]:

@@ -349,17 +349,13 @@ def fit_as_dict(fit: ScalingLawFit) -> dict[str, Any]:
                "residual": residuals(law, runs), "outlier": is_outlier}  # fmt: skip
     rows = zip(*(np.asarray(column).tolist() for column in columns.values()))
     return {
-        **constants,
-        "parameter_scope": runs.parameter_scope,
-        "runs": len(runs),
-        "dropped": list(fit.dropped.names),
-        "objective": fit.objective,
-        "residual_std": fit.residual_std,
+        **constants, "parameter_scope": runs.parameter_scope, "runs": len(runs), "dropped": list(fit.dropped.names),
+        "objective": fit.objective, "residual_std": fit.residual_std,
         "fitted_ranges": {key: [float(getattr(runs, key).min()), float(getattr(runs, key).max())] for key in RANGES},
         "compute_optimal": {"parameters_exponent": exponent, "tokens_exponent": 1 - exponent},
         "residuals": [dict(zip(columns, row)) for row in rows],
         "bootstrap_samples": [[float(f"{value:.9g}") for value in row] for row in np.array(fit.bootstrap_samples).T],
-    }
+    }  # fmt: skip
 
 
 def fit_text(values: dict[str, Any]) -> str:

@@ -133,12 +133,10 @@ class T5Attention(nn.Module):
             return None
         # By offset, key minus query, modulo twice the length: the gradient of a lookup by query and key would add up
         # very many numbers per bucket one after the other.
-        offsets = torch.arange(2 * length, device=self.distances.device)
+        table, offsets = self.distances, torch.arange(2 * length, device=self.distances.device)
         offsets = torch.where(offsets < length, offsets, offsets - 2 * length)
-        num_buckets = self.distances.shape[0]
-        buckets = relative_position_bucket(offsets, not self.causal, num_buckets, self.max_distance)
-        one_hot = buckets[:, None] == torch.arange(num_buckets, device=buckets.device)
-        bias = one_hot.to(self.distances.dtype) @ self.distances
+        buckets = relative_position_bucket(offsets, not self.causal, len(table), self.max_distance)
+        bias = (buckets[:, None] == torch.arange(len(table), device=table.device)).to(table.dtype) @ table
         if self.causal:
             bias = bias.masked_fill((offsets > 0)[:, None], -math.inf)
         # Rows of one element less: each begins one offset further back than the row before.

@@ -1,5 +1,6 @@
 """A plan: the best layouts of a job on a cluster, their predicted cost, and why other layouts are not the best."""
 
+import math
 import time
 import tomllib
 from collections.abc import Iterator
@@ -143,6 +144,10 @@ def make_plan(
     neighbours = tuple(near_misses(estimator, best)) if shows_neighbours else ()
     if shows_neighbours and not runnable:
         neighbours += tuple(_faster_batch(job, cluster, best))
+    if layout is None and job.layout != "auto" and (own := Layout.parse(job.layout)).world == best.layout.world:
+        mine = estimator.predict(resolve_layout(job, estimator.shape, own))
+        told = f"{mine.seconds:.3g} s per step, {mine.peak_memory / GIB:.1f} GiB"
+        neighbours = (f"the job's own layout, {mine.layout}: {told}", *neighbours)
     reasons = ("", *(explain_gap(estimator, best, other) for other in result.best[1:]))
     searched = result.evaluated, result.seconds
     return Plan(job, cluster, best.layout.world, result.best, reasons, neighbours, *searched, estimator.shape)
@@ -150,15 +155,16 @@ def make_plan(
 
 def _faster_batch(job: Job, cluster: Cluster, best: Prediction) -> Iterator[str]:
     """Yields a line if a batch of about this size would be faster for a sample, because more layouts divide it."""
-    samples = divisible_batch(job.samples + 0.5, 0.03)
-    batch = BatchConfig(samples=samples)
-    try:
-        other = search(make_estimator(job.model_copy(update={"batch": batch}), cluster), best.layout.world).best[0]
-    except LayoutError:
-        return
-    gain = samples / other.seconds * best.seconds / job.samples - 1.0
-    if gain > TIE_TOLERANCE and other.peak_memory <= cluster.device.memory:
-        yield f"batch.samples={samples}: {gain:.0%} faster per sample, in {other.layout}"
+    unit = 2 ** round(math.log2(max(8, job.samples) / 8))
+    found = []
+    for samples in {divisible_batch(job.samples + 0.5, 0.03), unit * round(job.samples / unit)} - {0, job.samples}:
+        batch = BatchConfig(samples=samples)
+        with suppress(LayoutError):
+            other = search(make_estimator(job.model_copy(update={"batch": batch}), cluster), best.layout.world).best[0]
+            if other.peak_memory <= cluster.device.memory:
+                found.append((samples / other.seconds * best.seconds / job.samples - 1.0, samples, str(other.layout)))
+    if found and max(found)[0] > TIE_TOLERANCE:
+        yield "batch.samples={1}: {0:.0%} faster per sample, in {2}".format(*max(found))
 
 
 def _search_runnable(job: Job, estimator: Estimator, devices: int) -> SearchResult:

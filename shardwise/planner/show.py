@@ -44,9 +44,12 @@ def title(plan: Plan) -> str:
             parts += f" and {size:.0f} GiB of embedding tables"
             parts += f", {size / plan.best.layout.data:.0f} in each rank's host memory"
     length = f" of {model.sequence_length} tokens{plan.job.rounding}" if model.throughput_unit == "tokens" else ""
+    inner, outer = (f"{link.bandwidth / 1e9:g} GB/s" for link in (plan.cluster.inner, plan.cluster.outer))
+    facts = f"{device.memory / GIB:.0f} GiB" + (f", {inner} per device" if plan.devices > 1 else "")
+    facts += f", {outer} between nodes" if plan.devices > plan.cluster.domain_size else ""
     return (
         f"{model.name}: {format_count(shape.parameters)} parameters{active}, {parts}; batch of {plan.job.samples} "
-        f"samples{length} in {plan.job.precision}, on {plan.devices} x {device.name} ({device.memory / GIB:.0f} GiB)"
+        f"samples{length} in {plan.job.precision}, on {plan.devices} x {device.name} ({facts})"
     )
 
 
@@ -71,7 +74,8 @@ def _digits(number: float) -> str:
 
 def format_exposed(prediction: Prediction) -> str:
     shares = {axis: seconds / prediction.seconds for axis, seconds in prediction.exposed.items()}
-    return ", ".join(f"{axis} {100 * share:.1f}%" for axis, share in shares.items() if share >= 0.001)
+    labels = {"shard": "data-parallel"}  # replicate, too
+    return ", ".join(f"{labels.get(axis, axis)} {100 * x:.1f}%" for axis, x in shares.items() if x >= 0.001)
 
 
 def memory_table(prediction: Prediction) -> Table:

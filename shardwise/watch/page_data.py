@@ -25,8 +25,8 @@ HEATMAP_COLUMNS, HEATMAP_ROWS = 240, 128
 MAX_EVENTS = 400
 CURVES = ("grad_norm", "lr", "tokens_per_s", "mfu", "memory_gib", "loss_scale", "gradient_compression_ratio",
          "expert_imbalance", "expert_drop_fraction", *rank_metrics.GPU_SENSORS)  # fmt: skip
-HEADERS = ("run", "status", "layout", "steps", "samples", "loss", "validation loss", "mean step time", "throughput",
-           "goodput")  # fmt: skip
+HEADERS = ("run", "status", "layout", "steps", "samples", "loss (last 10)", "validation loss", "mean step time",
+           "throughput", "goodput")  # fmt: skip
 COLLECTIVES = {"replicate": "all-reduce", "world": "all-reduce", "expert": "all-to-all"}  # other axes use several kinds
 
 
@@ -89,7 +89,7 @@ def series(run: RunData, max_points: int = MAX_POINTS) -> dict[str, Any]:
         return dict.fromkeys(("step", "samples", "hours", "loss"), [])
     curves: dict[str, Any] = {"step": np.frombuffer(run.steps, dtype=np.int64)[starts].tolist()}
     loss = run.column("loss")
-    curves["loss"] = to_json_list(bin_means(loss, starts))
+    curves["loss"] = to_json_list(bin_means(loss, starts), 7)
     finite_loss = np.where(np.isfinite(loss), loss, np.nan)
     curves["loss_low"] = to_json_list(np.fmin.reduceat(finite_loss, starts))
     curves["loss_high"] = to_json_list(np.fmax.reduceat(finite_loss, starts))

@@ -134,11 +134,6 @@ def read_heartbeats(run: Path) -> dict[int, dict[str, Any]]:
     return dict(sorted(heartbeats.items()))
 
 
-def clear_heartbeats(run: Path) -> None:
-    for path in heartbeat_folder(run).glob("rank-*"):
-        path.unlink(missing_ok=True)
-
-
 def in_flight_collectives() -> list[dict[str, Any]]:
     """Returns recent collectives, oldest first; empty if this PyTorch build has no flight recorder."""
     dump = getattr(c10d, "_dump_fr_trace_json", None) or getattr(c10d, "_dump_nccl_trace_json", None)

@@ -101,7 +101,8 @@ class Supervisor:
 
     def _run_attempt(self, resume: bool) -> WorkerFailure | None:
         """Runs one attempt. Returns the failure that ended it, or None if training is done."""
-        diagnosis.clear_heartbeats(self.run_path)
+        for path in diagnosis.heartbeat_folder(self.run_path).glob("rank-*"):
+            path.unlink(missing_ok=True)
         self.error_log.clear_errors()
         standby = self._take_standby(resume)
         if self.worker_pool.size < self.size:
