@@ -22,7 +22,7 @@ from shardwise.data.sample_stream import job_stream
 from shardwise.data.tokenizer import ByteTokenizer
 from shardwise.errors import JobError, RunError, UserError
 from shardwise.export.drift import compare_columns, drift, drift_page, profile_samples, profile_text, read_profile, thin
-from shardwise.export.handover import hand_over
+from shardwise.export.handover import hand_over, measured
 from shardwise.export.smoke import smoke_test
 from shardwise.job import make_job
 from shardwise.train.export import PROGRAM_TOLERANCE, compare, open_checkpoint
@@ -62,6 +62,13 @@ def test_folder_has_card_proof_profile_and_reference(exported: tuple[RunFolder, 
     assert 0.0 < quantiles["entropy"][10] < np.log(300) and quantiles["loss"][0] < loss < quantiles["loss"][20]
     assert "pipeline_model_type: " in (out / "MLmodel").read_text()
     assert set(read_profile(out / "data-profile.json")["columns"]) >= {"length", "tokens", "letters", "duplicate"}
+
+
+def test_metrics_of_the_last_step_and_of_the_last_validation(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    for number, axis, more in ((1, "tensor", {"validation": {"loss": 3.0}}), (2, "replicate", {}), (3, "world", {})):
+        folder.log_metrics({"step": number, "loss": 2.0, "wait_seconds": {axis: 0.5}, **more})
+    assert measured(folder, 2) == {"step": 2, "loss": 2.0, "wait_seconds.replicate": 0.5, "validation.loss": 3.0}
 
 
 def test_smoke_test_finds_changed_weights(exported: tuple[RunFolder, Path], tmp_path: Path) -> None:
@@ -183,6 +190,10 @@ def test_profile_is_written_without_the_data(tmp_path: Path) -> None:
     list(hand_over(run.path, tmp_path / "out", "", "auto", 10**9, False, False, []))
     profile = json.loads((tmp_path / "out" / "data-profile.json").read_text())
     assert profile["columns"] == {} and "corpus.txt" in profile["problem"]
+    text = "Zürich, 東京 \n\t🙂"  # of a run on bytes
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer(text).input_ids == ByteTokenizer().encode(text).tolist() and tokenizer.eos_token_id == 0
+    assert tokenizer.decode(list(text.encode())) == text
     with pytest.raises(UserError, match="no column"):
         drift(tmp_path / "out" / "data-profile.json", str(tmp_path / "out" / "data-profile.json"))
 

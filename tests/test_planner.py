@@ -153,6 +153,9 @@ def test_the_plan_names_a_batch_that_more_layouts_divide() -> None:
     settings = ["model.name=llama3-8b", "model.sequence=4096"]
     odd = plan_job(None, [*settings, "batch.samples=488"], "h100", 192, None)
     assert any(line.startswith("batch.samples=480: ") and "faster per sample" in line for line in odd.near_misses)
+    large = plan_job(None, ["model.name=llama3-70b", "batch.samples=500", "precision=bf16"], "h100", 64, None)
+    assert any(line.startswith("batch.samples=512: ") for line in large.near_misses)
+    assert "450 GB/s per device, 50 GB/s between nodes" in title(large)
     even = plan_job(None, [*settings, "batch.tokens=2M"], "h100", 192, None)
     assert not any(line.startswith("batch") for line in even.near_misses) and "(batch.tokens = 2M" in title(even)
 
@@ -161,6 +164,16 @@ def llama_job(tmp_path: Path, samples: int = 64) -> str:
     job = tmp_path / "job.toml"
     job.write_text(f'precision = "bf16"\n[model]\nname = "llama3-8b"\n[batch]\nsamples = {samples}\n')
     return str(job)
+
+
+def test_the_jobs_own_layout_is_told_and_this_machine_is_the_default(tmp_path: Path) -> None:
+    found = plan_job(Path(llama_job(tmp_path)), ["layout=tensor=8"], "h100", 8, None)
+    assert any(line.startswith("the job's own layout, tensor=8") for line in found.near_misses)
+    settings = ["--set", "run.processes=3", "--set", "run.device=cpu", "--json"]
+    here = json.loads(CliRunner().invoke(app, ["plan", *settings]).stdout)["layouts"][0]["layout"]
+    assert Layout.parse(here).world == 3
+    (only,) = json.loads(CliRunner().invoke(app, ["plan", "--layout", "tensor=2", *settings]).stdout)["layouts"]
+    assert only["layout"].startswith("tensor=2")
 
 
 def test_a_plan_fits_at_the_upper_end_and_says_how_risky_a_tight_layout_is(tmp_path: Path) -> None:

@@ -107,6 +107,8 @@ def known_keys(value: Any, path: str = "") -> set[str]:
         (["trainjob", "--slurm"], "'trainjob' is not known here; `--k8s trainjob` submits"),
         (["--slurm", "--sweep", "seed"], "--sweep seed is not of the form KEY=VALUE,VALUE, such as"),
         (["--slurm", "--set", "step=1"], "did you mean 'steps'"),
+        (["--slurm", "--nodes", "3"], "has 4 processes, which 3 such nodes cannot share equally."),
+        (["--slurm", "--nodes", "2", "--gpus-per-node", "1"], "has 4 processes, which 2 such nodes cannot"),
     ],
 )
 def test_what_cannot_be_submitted_is_a_sentence(folder: Path, words: list[str], sentence: str) -> None:

@@ -64,8 +64,8 @@ class Submission:
         """Writes the file to submit, for its owner only. Returns its text without the secret. `command`: as typed."""
         layout, nodes = load_job(self.job_file, self.settings).layout, self.options["nodes"]
         world = 0 if layout == "auto" else Layout.parse(layout).world
-        if world % nodes or world not in (0, nodes * (self.options["gpus"] or world // nodes)):
-            raise JobError(f"layout '{layout}' has {world} processes, but {nodes} such nodes do not; change either.")
+        if world % nodes or world > nodes * (self.options["gpus"] or world):
+            raise JobError(f"layout '{layout}' has {world} processes, which {nodes} such nodes cannot share equally.")
         text = fill(KINDS[self.kind][0], self._values() | {"command": command})
         write_text(self.path, text)
         self.path.chmod(0o600)
