@@ -159,8 +159,7 @@ def plan(
     from shardwise.planner.show import cost_lines, show_plan
 
     if cluster is None:  # as `train` plans
-        job = load_job(job_file, overrides or [])
-        job = job.model_copy(update={"layout": layout or job.layout})
+        job = load_job(job_file, [*(overrides or []), *([f"layout={layout}"] if layout else [])])
         plan_result, _ = quick_import("shardwise.train.local_machine").choose_plan(job, devices)
     else:
         plan_result = plan_job(job_file, overrides or [], cluster, devices, layout)

@@ -423,8 +423,7 @@ def _format_problem(problem: Any, family: str) -> str:
         return f"{path}: a value is required."
     if problem["type"] in ("model_type", "model_attributes_type"):
         return f"{path} = {shorten(problem['input'])}: {path} is a section, not a value; set its keys below [{path}]."
-    value = shorten(problem["input"]).replace(": ", " = ")  # as in TOML
-    return f"{path} = {value}: {message.replace('Input should', 'should')}"
+    return f"{path} = {shorten(problem['input']).replace(': ', ' = ')}: {message.replace('Input should', 'should')}"
 
 
 def _suggest_key(location: list[str | int], family: str) -> str:

@@ -194,6 +194,8 @@ def test_profile_is_written_without_the_data(tmp_path: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     assert tokenizer(text).input_ids == ByteTokenizer().encode(text).tolist() and tokenizer.eos_token_id == 0
     assert tokenizer.decode(list(text.encode())) == text
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert (model.config.bos_token_id, model.config.eos_token_id, model.generation_config.eos_token_id) == (None, 0, 0)
     with pytest.raises(UserError, match="no column"):
         drift(tmp_path / "out" / "data-profile.json", str(tmp_path / "out" / "data-profile.json"))
 

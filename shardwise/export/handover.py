@@ -130,13 +130,16 @@ def _write_beside(folder: RunFolder, export: Export, out: Path, checked: str, me
 
 
 def _write_tokenizer_config(out: Path, tokenizer: Tokenizer, length: int) -> None:
-    """Writes what transformers' AutoTokenizer needs beside our tokenizer.json."""
+    """Writes what transformers' AutoTokenizer needs beside our tokenizer.json, and its end token to the config."""
     if (out / "tokenizer_config.json").exists() or not (out / "tokenizer.json").exists():
         return
     added = parse_json((out / "tokenizer.json").read_bytes()).get("added_tokens") or ()
     end = next((token["content"] for token in added if token["id"] == tokenizer.eos_id), None)
     values = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "model_max_length": length}
     write_text(out / "tokenizer_config.json", json.dumps(values, indent=1) + "\n")
+    if (config := out / "config.json").exists():
+        ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_id}
+        write_text(config, json.dumps(parse_json(config.read_bytes()) | ends, indent=2) + "\n")
 
 
 @torch.no_grad()

@@ -131,8 +131,7 @@ class T5Attention(nn.Module):
         """Returns the bias (heads, queries, keys), -inf for a decoder's future keys. None: cross-attention."""
         if self.distances is None:
             return None
-        # By offset, key minus query, modulo twice the length: the gradient of a lookup by query and key would add up
-        # very many numbers per bucket one after the other.
+        # By offset (key minus query, modulo 2 x length): the gradient of a lookup by query and key takes seconds.
         table, offsets = self.distances, torch.arange(2 * length, device=self.distances.device)
         offsets = torch.where(offsets < length, offsets, offsets - 2 * length)
         buckets = relative_position_bucket(offsets, not self.causal, len(table), self.max_distance)

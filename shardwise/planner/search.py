@@ -19,7 +19,7 @@ from shardwise.errors import LayoutError
 from shardwise.layout import Layout, micro_batch_error
 from shardwise.planner.estimate import Estimator, Prediction, StagePartition
 
-MICRO_BATCHES = tuple(2**n for n in range(17))  # above 32 only with at most 65,536 positions
+MICRO_BATCHES = sorted((*(2**n for n in range(17)), 3))  # above 32 only with at most 65,536 positions
 STAGES_PER_RANK = (2, 3, 4, 6, 8)
 RECOMPUTE_CHOICES = ("none", "selective", "full")
 TimedLayouts = list[tuple[float, Layout]]  # each with its step time, or with a lower bound of it
@@ -125,7 +125,7 @@ def layout_classes(estimator: Estimator, devices: int) -> Iterator[Layout]:
                     continue
                 for micro_batch in MICRO_BATCHES:
                     if samples // data % micro_batch or (micro_batch > 32 and micro_batch * shape.sequence > 2**16):
-                        break
+                        continue
                     for expert in [n for n in degrees if shape.experts % n == 0]:
                         yield Layout(
                             pipeline=pipeline, replicate=data, context=context, tensor=tensor, expert=expert,

@@ -74,8 +74,8 @@ def _digits(number: float) -> str:
 
 def format_exposed(prediction: Prediction) -> str:
     shares = {axis: seconds / prediction.seconds for axis, seconds in prediction.exposed.items()}
-    labels = {"shard": "data-parallel"}  # replicate, too
-    return ", ".join(f"{labels.get(axis, axis)} {100 * x:.1f}%" for axis, x in shares.items() if x >= 0.001)
+    text = ", ".join(f"{axis} {100 * share:.1f}%" for axis, share in shares.items() if share >= 0.001)
+    return text.replace("shard", "data-parallel")  # replicate, too
 
 
 def memory_table(prediction: Prediction) -> Table:
@@ -96,9 +96,9 @@ def training_summary(plan: Plan) -> str:
     seconds, hours, job = plan.training_seconds, plan.training_seconds / 3600, plan.job
     count = format_count(job.total_steps * job.samples * job.model.sequence_length)
     time = f"{hours / 24:.1f} days" if hours > 48 else f"{hours:.1f} hours" if hours > 1 else f"{seconds:.0f} s"
-    line = f"{job.total_steps:,} steps, {count} {job.model.throughput_unit}: {time}"
-    unless = "" if plan.fits(plan.best) else ", if it did fit"
-    return f"{line}, {format_count(hours * plan.devices)} device-hours{unless}."
+    rate = f"{plan.tokens_per_second(plan.best) * plan.devices:,.0f} {job.model.throughput_unit}/s in all"
+    line = f"{rate}: {job.total_steps:,} steps, {count} {job.model.throughput_unit} in {time} without failures"
+    return f"{line}, {format_count(hours * plan.devices)} device-hours{', if it did fit' * (not plan.fits(plan.best))}."
 
 
 def bottlenecks(plan: Plan) -> Iterator[tuple[str, float]]:
@@ -122,5 +122,5 @@ def cost_lines(plan: Plan, price: float | None) -> Iterator[str]:
     if power:
         yield f"Energy at the devices' rated {power:.0f} W, without hosts and cooling: {hours * power / 1000:,.0f} kWh."
     (name, gain), *others = bottlenecks(plan)
-    rest = "; ".join(f"{other} {100 * share:.0f}%" for other, share in others if share >= 0.01)
-    yield f"Bottleneck: {name}. Twice of it would save {100 * gain:.0f}% of the step{f' ({rest})' if rest else ''}."
+    rest = "; ".join(f"{other} {100 * share:.0f}%" for other, share in others)
+    yield f"Bottleneck: {name}. Twice of it would save {100 * gain:.0f}% of the step in this layout ({rest})."
