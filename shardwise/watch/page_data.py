@@ -91,8 +91,8 @@ def series(run: RunData, max_points: int = MAX_POINTS) -> dict[str, Any]:
     loss = run.column("loss")
     curves["loss"] = to_json_list(bin_means(loss, starts), 7)
     finite_loss = np.where(np.isfinite(loss), loss, np.nan)
-    curves["loss_low"] = to_json_list(np.fmin.reduceat(finite_loss, starts))
-    curves["loss_high"] = to_json_list(np.fmax.reduceat(finite_loss, starts))
+    curves["loss_low"] = to_json_list(np.fmin.reduceat(finite_loss, starts), 7)
+    curves["loss_high"] = to_json_list(np.fmax.reduceat(finite_loss, starts), 7)
     hours = (run.column("time") - np.fmin.reduce(run.column("time"))) / 3600
     curves |= {"samples": to_json_list(run.column("samples")[starts], 9), "hours": to_json_list(hours[starts], 7)}
     for name in CURVES:
