@@ -21,7 +21,8 @@ from shardwise.planner.plan import make_estimator, resolve_layout
 
 GIB = 2**30
 LLAMA: dict[str, object] = {
-    "layers": 16, "width": 2048, "heads": 16, "kv_heads": 8, "ffn": 7168, "vocab": 32000, "sequence": 4096, "tied": False
+    "layers": 16, "width": 2048, "heads": 16, "kv_heads": 8, "ffn": 7168, "vocab": 32000, "sequence": 4096,
+    "tied": False,
 }  # fmt: skip
 JOBS: dict[str, tuple[dict[str, object], int, str, dict[str, object]]] = {
     "gpt2": ({"name": "gpt2", "dropout": 0.0}, 32, "micro_batch=16", {}),
