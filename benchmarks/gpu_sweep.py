@@ -11,6 +11,7 @@ once, but all others are stopped while one is timed; medians of 10 to 12 steps.
 from __future__ import annotations
 
 import argparse
+import atexit
 import fcntl
 import json
 import os
@@ -215,6 +216,7 @@ def sweep(names: list[str], libraries: list[str]) -> dict[str, dict[str, Any]]:
         groups = Path(folder, "groups")
         groups.mkdir()
         running: dict[tuple[str, str], tuple[subprocess.Popen[str], float]] = {}
+        atexit.register(lambda: [send(process.pid, signal.SIGKILL) for process, _ in running.values()])
         while waiting or running:
             while waiting and len(running) < AT_ONCE:
                 name, library = task = waiting.pop(0)
@@ -259,6 +261,7 @@ def main() -> None:
             result = {"problem": f"{type(error).__name__}: {error}"[:300]}
         print(json.dumps(result))
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     results = sweep(options.shape or list(SHAPES), options.library or ["ours", "peer"])
     if options.json:
         print(json.dumps(results))

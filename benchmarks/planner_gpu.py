@@ -1,22 +1,25 @@
 """Predicted against measured step time and peak memory of differently shaped jobs on one GPU, after `calibrate`.
 
-python benchmarks/planner_gpu.py [--json FILE]
+python benchmarks/planner_gpu.py [--json FILE] [--job NAME ...]
+
+Each job runs in a process of its own: CUDA graphs of an earlier one would keep their memory.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import json
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import torch
 
 from shardwise.bench.train_step import bench_step
-from shardwise.cluster import Cluster
+from shardwise.cluster import Cluster, read_cluster
 from shardwise.job import make_job
 from shardwise.layout import Layout
-from shardwise.planner.calibrate import calibrate
 from shardwise.planner.plan import make_estimator, resolve_layout
 
 GIB = 2**30
@@ -52,9 +55,6 @@ def compare(name: str, cluster: Cluster) -> dict[str, object]:
     memory = predicted.memory[0]
     report = bench_step(job.model_copy(update={"layout": str(layout)}), torch.device("cuda"))
     seconds, peak = report.seconds, GIB * report.peak_memory_gib
-    torch._dynamo.reset()
-    gc.collect()
-    torch.cuda.empty_cache()
     return {
         "job": name, "layout": str(layout), "seconds": seconds, "predicted_seconds": predicted.seconds,
         "time_error": predicted.seconds / seconds - 1, "gib": peak / GIB,
@@ -68,25 +68,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--job", choices=JOBS, action="append", help="run only this job; repeatable")
+    parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    cluster = calibrate("cuda", 1)
-    print({key: round(value, 7) for key, value in cluster.measured.items()})
+    if options.one:
+        print(json.dumps(compare(options.one[0], read_cluster(Path(options.one[1])))))
+        return
     records = []
-    for name in options.job or JOBS:
-        try:
-            record = compare(name, cluster)
-        except torch.cuda.OutOfMemoryError:
-            print(f"{name}: out of memory")
-            continue
-        records.append(record)
-        print(
-            f"{name:12s} {record['layout']}: {1e3 * record['seconds']:.1f} ms, predicted "
-            f"{1e3 * record['predicted_seconds']:.1f} ({100 * record['time_error']:+.1f}%); {record['gib']:.2f} GiB, "
-            f"predicted {record['predicted_gib']:.2f} ({100 * record['memory_error']:+.1f}%) {record['memory']}",
-            flush=True,
-        )
-    if options.json:
-        options.json.write_text(json.dumps({"measured": cluster.measured, "records": records}), encoding="utf-8")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "here.toml")
+        command = [sys.executable, "-m", "shardwise", "calibrate", "--out", str(file)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        for name in options.job or JOBS:
+            command = [sys.executable, __file__, "--one", name, str(file)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                print(f"{name}: {(done.stderr.splitlines() or ['failed'])[-1][:200]}", flush=True)
+                continue
+            record = json.loads(done.stdout.splitlines()[-1])
+            records.append(record)
+            print(
+                f"{name:12s} {record['layout']}: {1e3 * record['seconds']:.1f} ms, predicted "
+                f"{1e3 * record['predicted_seconds']:.1f} ({100 * record['time_error']:+.1f}%); {record['gib']:.2f} "
+                f"GiB, predicted {record['predicted_gib']:.2f} ({100 * record['memory_error']:+.1f}%)",
+                flush=True,
+            )
+            if options.json:
+                options.json.write_text(json.dumps(records), encoding="utf-8")
 
 
 if __name__ == "__main__":
