@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -209,6 +209,11 @@ def send(group: int, number: signal.Signals) -> None:
         os.killpg(group, number)
 
 
+def end_all(processes: Iterable[subprocess.Popen[str]]) -> None:
+    for process in processes:
+        send(process.pid, signal.SIGKILL)
+
+
 def sweep(names: list[str], libraries: list[str]) -> dict[str, dict[str, Any]]:
     waiting = [(name, library) for name in names for library in libraries]
     results: dict[str, dict[str, Any]] = {name: {} for name in names}
@@ -216,7 +221,7 @@ def sweep(names: list[str], libraries: list[str]) -> dict[str, dict[str, Any]]:
         groups = Path(folder, "groups")
         groups.mkdir()
         running: dict[tuple[str, str], tuple[subprocess.Popen[str], float]] = {}
-        atexit.register(lambda: [send(process.pid, signal.SIGKILL) for process, _ in running.values()])
+        atexit.register(lambda: end_all(process for process, _ in running.values()))
         while waiting or running:
             while waiting and len(running) < AT_ONCE:
                 name, library = task = waiting.pop(0)
