@@ -6,7 +6,6 @@ Gates (`[export.gates]` of the job, and --gate) refuse the export before anythin
 import hashlib
 import json
 import operator
-import shutil
 import subprocess
 import sys
 import uuid
@@ -14,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ def _write_beside(folder: RunFolder, export: Export, out: Path, checked: str, me
     with suppress(DataError):
         tokenizer = load_run_tokenizer(folder, job) if job.model.sample_kind == "tokens" else None
     if isinstance(tokenizer, ByteTokenizer) and job.model.is_causal_lm:
-        shutil.copyfile(ASSETS / "bytes-tokenizer.json", out / "tokenizer.json")
+        (out / "tokenizer.json").write_bytes((ASSETS / "bytes-tokenizer.json").read_bytes())
     if tokenizer is not None:
         _write_tokenizer_config(out, tokenizer, job.model.sequence_length)
     try:
@@ -191,7 +191,7 @@ def _facts(folder: RunFolder, export: Export, merge: bool) -> dict[str, Any]:
     job, manifest, files = folder.job(), read_manifest(export.checkpoint), folder.data_record()
     records = [record for record in folder.metrics() if record.get("step", 0) <= export.step]
     resumes = [event for event in folder.events() if event.get("step", export.step) < export.step and "layout" in event]
-    layouts = list(dict.fromkeys([*(event["layout"] for event in resumes), manifest["layout"]]))
+    layouts = [layout for layout, _ in groupby([*(event["layout"] for event in resumes), manifest["layout"]])]
     hours = sum(record.get("seconds", 0.0) for record in records) / 3600
     watts = WATTS["GPU" if records and "mfu" in records[-1] else "CPU"]
     family, model, is_whole = export.job.family, export.job.model, export.lora is None or merge

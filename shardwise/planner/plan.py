@@ -145,9 +145,10 @@ def make_plan(
     if shows_neighbours and not runnable:
         neighbours += tuple(_faster_batch(job, cluster, best))
     if layout is None and job.layout != "auto" and (own := Layout.parse(job.layout)).world == best.layout.world:
-        mine = estimator.predict(resolve_layout(job, estimator.shape, own))
-        told = f"{mine.seconds:.3g} s per step, {mine.peak_memory / GIB:.1f} GiB"
-        neighbours = (f"the job's own layout, {mine.layout}: {told}", *neighbours)
+        with suppress(LayoutError):  # it does not divide this batch, for example
+            mine = estimator.predict(resolve_layout(job, estimator.shape, own))
+            told = f"{mine.seconds:.3g} s per step, {mine.peak_memory / GIB:.1f} GiB"
+            neighbours = (f"the job's own layout, {mine.layout}: {told}", *neighbours)
     reasons = ("", *(explain_gap(estimator, best, other) for other in result.best[1:]))
     searched = result.evaluated, result.seconds
     return Plan(job, cluster, best.layout.world, result.best, reasons, neighbours, *searched, estimator.shape)
@@ -155,8 +156,7 @@ def make_plan(
 
 def _faster_batch(job: Job, cluster: Cluster, best: Prediction) -> Iterator[str]:
     """Yields a line if a batch of about this size would be faster for a sample, because more layouts divide it."""
-    unit = 2 ** round(math.log2(max(8, job.samples) / 8))
-    found = []
+    unit, found = 2 ** round(math.log2(max(8, job.samples) / 8)), list[tuple[float, int, str]]()
     for samples in {divisible_batch(job.samples + 0.5, 0.03), unit * round(job.samples / unit)} - {0, job.samples}:
         batch = BatchConfig(samples=samples)
         with suppress(LayoutError):
