@@ -32,11 +32,9 @@ from shardwise.step import make_step_fn, step
 
 WARMUP_STEPS = 3  # compile the blocks and initialize optimizer state
 HEAD_ANNOTATION = "shardwise head"
-KERNEL_PATTERNS = {
-    "attention": r"sdpa|flash|fmha|attention|cudnn::fusion",
-    "matmul": r"gemm|nvjet|cutlass|wgmma|xmma|aten::(mm|addmm|bmm|_scaled_mm)|mkldnn",
-    "optimizer": r"adam|multi_tensor|NormTwo|foreach",
-}
+KERNEL_PATTERNS = {"attention": r"sdpa|flash|fmha|attention|cudnn::fusion",
+                   "matmul": r"gemm|nvjet|cutlass|wgmma|xmma|aten::(mm|addmm|bmm|_scaled_mm)|mkldnn",
+                   "optimizer": r"adam|multi_tensor|NormTwo|foreach"}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -81,7 +79,6 @@ def bench_step(job: Job, device: torch.device, steps: int = 10, warmup_steps: in
     count = warmup_steps + 1 + 2 + steps
     stream = job_stream(job, synthetic_source(job, count * job.samples))
     batches = (stream.read(rank_positions(number, job.samples, 1, 0)).to(device) for number in range(count))
-
     for _ in range(warmup_steps):
         step(engine, optimizer, next(batches), job.optimizer.clip)
     profiled = next(batches)
@@ -98,12 +95,10 @@ def bench_step(job: Job, device: torch.device, steps: int = 10, warmup_steps: in
     if unaccounted > 0:
         time_breakdown["gaps"] = unaccounted
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    return StepReport(
-        name, str(layout), compiled, getattr(step_fn, "graph", None) is not None,
-        job.samples * job.model.sequence_length, median, (quartiles[2] - quartiles[0]) / median,
-        3 * sum(forward_flops(job.model)) * job.samples / median, device_peak_flops(device, job.precision) or 0.0, peak,
-        time_breakdown,
-    )  # fmt: skip
+    return StepReport(name, str(layout), compiled, getattr(step_fn, "graph", None) is not None,
+                      job.samples * job.model.sequence_length, median, (quartiles[2] - quartiles[0]) / median,
+                      3 * sum(forward_flops(job.model)) * job.samples / median,
+                      device_peak_flops(device, job.precision) or 0.0, peak, time_breakdown)  # fmt: skip
 
 
 def _time_steps(step_fn: Callable[[Samples], Any], batches: list[Samples], on_gpu: bool) -> list[float]:

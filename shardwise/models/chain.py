@@ -73,6 +73,10 @@ class Chain(nn.Module):
         """Returns the repeated blocks, which are checkpointed and compiled one by one."""
         return [module for name, module in self.named_children() if fnmatchcase(name, self.sharding_plan.block_pattern)]
 
+    def compiled_ends(self) -> list[nn.Module]:
+        """Returns what else is compiled: what comes before or after the blocks and takes as long as one."""
+        return [module for module in self.children() if getattr(module, "is_compiled_end", False)]
+
     def in_place_blocks(self) -> set[nn.Module]:
         """Returns the blocks that change activations in place, which selective checkpointing must not save."""
         return set()

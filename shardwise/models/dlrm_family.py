@@ -1,4 +1,4 @@
-"""The config and family of DLRM: recommenders with embedding tables sharded over the host memory of all ranks."""
+"""The config and family of DLRM: recommenders with embedding tables sharded over the memory of all ranks."""
 
 import math
 from typing import Annotated, Any
@@ -18,7 +18,7 @@ class DLRMConfig(ModelConfig):
     supports_muon = False
     name: str = "dlrm"
     tables: int = Field(26, ge=1, le=10_000)
-    """Number of categorical features; each has its own embedding table in host memory."""
+    """Number of categorical features; each has its own embedding table."""
     rows: Annotated[Count, Field(ge=1, le=10**11)] | tuple[Annotated[Count, Field(ge=1, le=10**11)], ...] = 1_000_000
     """Rows per table, or a list with the rows of each table."""
     width: int = Field(128, ge=1, le=10**6)  # Embedding dimension

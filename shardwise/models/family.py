@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TableSpec:
-    """An embedding table that is sharded over the host memory of all ranks."""
+    """An embedding table that is sharded over the memory of all ranks."""
 
     name: str
     rows: int
@@ -172,7 +172,7 @@ class Family:
         return None
 
     def tables(self, config: Any) -> Sequence[TableSpec]:
-        """Returns the embedding tables, which are kept in host memory outside the chain."""
+        """Returns the embedding tables, which are kept outside the chain."""
         return ()
 
     def build_reference(self, config: Any, seed: int, dtype: torch.dtype) -> nn.Module:

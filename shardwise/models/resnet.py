@@ -57,6 +57,8 @@ class BatchNorm(nn.BatchNorm2d):
 
 
 class ResNetStem(nn.Module):
+    is_compiled_end = True
+
     def __init__(self, config: ResNetConfig):
         super().__init__()
         kernel_size, stride = (7, 2) if config.stem == "imagenet" else (3, 1)

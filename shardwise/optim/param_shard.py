@@ -19,7 +19,7 @@ from shardwise.models.chain import Chain, init_slice
 class ParamShard:
     """A plain local tensor. `tensor.grad` is set between gradient reduction and the optimizer step."""
 
-    is_table: ClassVar[bool] = False  # whether it is a shard of an embedding table in host memory
+    is_table: ClassVar[bool] = False  # whether it is a shard of an embedding table
 
     name: str
     tensor: Tensor

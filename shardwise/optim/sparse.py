@@ -11,8 +11,11 @@ from torch import Tensor
 
 
 def scatter_add_rows_(table: Tensor, rows: Tensor, values: Tensor) -> None:
-    """Like `index_add_` along rows, but twice as fast on CPU."""
-    table.scatter_add_(0, rows[:, None].expand_as(values), values)
+    """Like `index_add_` along rows, but twice as fast on CPU, and in a fixed order on a GPU."""
+    if table.is_cuda:
+        table.index_put_((rows,), values, accumulate=True)
+    else:
+        table.scatter_add_(0, rows[:, None].expand_as(values), values)
 
 
 def rowwise_adagrad_(table: Tensor, state_sum: Tensor, rows: Tensor, gradient: Tensor, lr: float, eps: float) -> None:

@@ -25,7 +25,7 @@ from shardwise.parallel.torch_pipelining import Pipeline
 class Engine:
     """One rank's part of a job: its modules, parameter shards, mesh and batch."""
 
-    has_tables: ClassVar[bool] = False  # whether the model has sharded embedding tables in host memory
+    has_tables: ClassVar[bool] = False  # whether the model has sharded embedding tables
 
     model: ModelConfig
     mesh: Mesh

@@ -47,11 +47,13 @@ def select_attention_backend(backend: str, device: torch.device) -> None:
 
 
 def compile_blocks(chain: Chain, saves_all: bool) -> None:
-    functorch.activation_memory_budget = FULL_ACTIVATION_MEMORY_BUDGET if saves_all else ACTIVATION_MEMORY_BUDGET
     kinds = {tuple(weight.shape for weight in block.parameters()) for block in chain.blocks()}
+    varied = len(kinds) > 2  # blocks that differ, as in a ResNet, must not share slow code for any shape
+    saves_all = saves_all or varied  # a smaller budget recomputes convolutions
+    functorch.activation_memory_budget = FULL_ACTIVATION_MEMORY_BUDGET if saves_all else ACTIVATION_MEMORY_BUDGET
     torch._dynamo.config.recompile_limit = 8 + 4 * len(kinds)  # for training and validation, with and without gradients
-    for block in chain.blocks():  # blocks that differ, as in a ResNet, must not share slow code for any shape
-        block.compile(dynamic=False if len(kinds) > 2 else None)
+    for block in (*chain.blocks(), *chain.compiled_ends()):
+        block.compile(dynamic=False if varied else None)
 
 
 def drop_frozen(chain: Chain, specs: ParamSpecs, mesh: Mesh) -> Iterator[tuple[nn.Module, ParamShard]]:
@@ -109,7 +111,8 @@ def parallelize(
         chain.pass_sample_ids()
         recompute.apply(chain, layout)
         if job.should_compile(device.type, layout):
-            compile_blocks(chain, saves_all=precision.use_fp8 or job.model.lora is not None)
+            saves_all = precision.use_fp8 or job.model.lora is not None or layout.recompute == "selective"
+            compile_blocks(chain, saves_all)
 
     data = make_data_parallel(chains, layout, mesh, precision, batch, job.gradient, job.seed)
     scale = LossScale(precision, device)

@@ -44,7 +44,7 @@ class Prepared:
     model: Chain  # the full model on the meta device
     stages: list[tuple[int, int]]  # module range of each pipeline stage: first, and last (exclusive)
     batch: BatchSplit
-    tables: Sequence[TableSpec]  # embedding tables in host memory, beside the model
+    tables: Sequence[TableSpec]  # embedding tables, beside the model
     shapes: dict[str, torch.Size]  # the unsharded shape of each parameter
 
     @cached_property

@@ -12,6 +12,7 @@ input gradient and once per matmul and norm, 9 forwards instead of 2, and select
 traversal. `CheckpointOnce` recomputes a block once and keeps the activations until the weight gradients are done."""
 
 import itertools
+import logging
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -42,18 +43,27 @@ def apply(chain: Chain, layout: Layout) -> None:
     keep_fraction = kept_activation_fraction(layout.recompute) or 0.0
     in_place_blocks = chain.in_place_blocks()
     selective = partial(create_selective_checkpoint_contexts, _SAVED_OPS)
+    # It would warn of operators in place under a compiler; such blocks are `full`.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     for number, block in enumerate(chain.blocks()):
         # Spreads the blocks that save everything evenly over the stage.
         if int((number + 1) * keep_fraction) > int(number * keep_fraction):
             continue
         # Replaces the instance's forward, not the module, so parameter names and hooks stay.
         is_selective = layout.recompute == "selective" and block not in in_place_blocks
-        contexts = selective if is_selective else noop_context_fn
         if layout.has_split_backward:
-            block.forward = CheckpointOnce(block.forward, contexts)
+            block.forward = CheckpointOnce(block.forward, selective if is_selective else noop_context_fn)
         else:
-            options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": contexts}
-            block.forward = partial(checkpoint, block.forward, **options)
+            block.forward = _checkpointed(block.forward, {"context_fn": selective} if is_selective else {})
+
+
+def _checkpointed(forward: Callable[..., Any], contexts: dict[str, Any]) -> Callable[..., Any]:
+    """Returns the forward under PyTorch's `checkpoint`, as a function: the compiler traces no `partial` of it."""
+
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **contexts, **kwargs)
+
+    return checkpointed
 
 
 class CheckpointOnce:

@@ -1,4 +1,4 @@
-"""Embedding tables over the host memory of all ranks: looked up by all-to-all, updated by the rank that owns a row.
+"""Embedding tables over the memory of all ranks: looked up by all-to-all, updated by the rank that owns a row.
 
 This is our own code because PyTorch has no sharded embedding tables, and TorchRec keeps tables and optimizers in
 kernels of its own. Tables are placed on ranks table-wise, row-wise, or by a mix chosen by size and lookups:
@@ -19,10 +19,11 @@ A step of each rank, for all rows that are not in the hot-row cache (`HotRowCach
     update          updates each touched row once (`shardwise.optim.sparse`)
 
 Gradients are sums over ranks, not means: the loss is already divided by the samples of the global batch. Storage and
-routes stay in host memory, pinned if there is a GPU."""
+routes are on the GPU if the tables fit there, otherwise in host memory, pinned if there is a GPU."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -139,12 +140,6 @@ class TableParamShard(ParamShard):
         return self.shard.start, list(self.tensor.shape)
 
 
-def rows_between(rows: Tensor, gradient: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Returns which of some sorted rows are among the `count` from `first` on, relative to it, and their gradient."""
-    begin, end = torch.searchsorted(rows, torch.tensor([first, first + count])).tolist()
-    return rows[begin:end] - first, gradient[begin:end]
-
-
 @dataclass(frozen=True)
 class Bags:
     """The lookups of some samples. Bag b is of sample b // tables and table b % tables; its ids are
@@ -164,10 +159,10 @@ class Bags:
 
 def check_ids(bags: Bags, tables: Sequence[TableSpec], sample_ids: Tensor) -> Tensor:
     """Returns the table of each id. Raises DataError if one is out of range; `sample_ids` are stream positions."""
-    counts = bags.offsets.diff()
-    bag_indices = torch.arange(counts.numel()).repeat_interleave(counts)
+    counts, device = bags.offsets.diff(), bags.ids.device
+    bag_indices = torch.arange(counts.numel(), device=device).repeat_interleave(counts, output_size=bags.ids.numel())
     table = bag_indices % len(tables)
-    rows = torch.tensor([spec.rows for spec in tables])[table]
+    rows = torch.tensor([spec.rows for spec in tables], device=device)[table]
     out_of_range = ((bags.ids < 0) | (bags.ids >= rows)).nonzero()
     if out_of_range.numel():
         first = int(out_of_range[0])
@@ -241,7 +236,9 @@ class HotRowCache:
     def gradient_of(self, local: TableParamShard) -> tuple[Tensor, Tensor]:
         """Returns the touched cached rows of a shard, relative to its first row, and their gradient."""
         first = self.tables.table_offsets[local.shard.table] + local.shard.rows[0]
-        return rows_between(self.rows[self.touched_cpu], self.gradient_cpu, first, local.shard.num_rows)
+        rows = self.rows[self.touched_cpu]
+        begin, end = torch.searchsorted(rows, torch.tensor([first, first + local.shard.num_rows])).tolist()
+        return rows[begin:end] - first, self.gradient_cpu[begin:end]
 
     def update(self, lr: float) -> None:
         """Updates all touched rows and writes those that this rank owns back to host memory."""
@@ -263,10 +260,10 @@ class ShardedTables:
     def __init__(
         self, tables: Sequence[TableSpec], shards: Sequence[TableShard], axis: Axis, dtype: torch.dtype,
         optimizer: str = "adagrad", betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-        pin_memory: bool = False,
+        device: torch.device | str = "cpu", pin_memory: bool = False,
     ):  # fmt: skip
         assert len({table.width for table in tables}) == 1, "the tables of a model have rows of one width"
-        self.tables, self.axis, self.dtype = list(tables), axis, dtype
+        self.tables, self.axis, self.dtype, self.device = list(tables), axis, dtype, torch.device(device)
         self.optimizer, self.betas, self.eps = optimizer, betas, eps
         self.table_offsets = list(accumulate((table.rows for table in tables), initial=0))
         by_row = sorted(shards, key=lambda shard: (shard.table, shard.rows))
@@ -274,21 +271,23 @@ class ShardedTables:
         for shard in by_row:
             local_firsts[shard] = rows_of_rank[shard.rank]
             rows_of_rank[shard.rank] += shard.num_rows
-        self.shard_starts = torch.tensor([self.table_offsets[shard.table] + shard.rows[0] for shard in by_row])
-        self.shard_owners = torch.tensor([shard.rank for shard in by_row])
-        self.local_offsets = self.shard_starts - torch.tensor([local_firsts[shard] for shard in by_row])
+        make_tensor = partial(torch.tensor, device=device)
+        self.shard_starts = make_tensor([self.table_offsets[shard.table] + shard.rows[0] for shard in by_row])
+        self.shard_owners = make_tensor([shard.rank for shard in by_row])
+        self.local_offsets = self.shard_starts - make_tensor([local_firsts[shard] for shard in by_row])
         """By shard, in the order of row numbers: the number of a row minus its index in the storage of its rank."""
         size = rows_of_rank[axis.index], tables[0].width
-        self.storage = torch.zeros(size, dtype=dtype, pin_memory=pin_memory)
+        self.storage = torch.zeros(size, dtype=dtype, device=device, pin_memory=pin_memory)
         if optimizer == "adagrad":
-            self.state = {"sum": torch.zeros(size[0], dtype=dtype, pin_memory=pin_memory)}
+            self.state = {"sum": torch.zeros(size[0], dtype=dtype, device=device, pin_memory=pin_memory)}
         else:
             self.state = {key: torch.zeros_like(self.storage) for key in ("exp_avg", "exp_avg_sq")}
         self.step_state = {"step": torch.zeros((), dtype=torch.int64)}
         local_shards = [shard for shard in by_row if shard.rank == axis.index]
         self.local_shards = [self._make_param_shard(shard, local_firsts[shard]) for shard in local_shards]
-        self.touched_rows, self.gradient = torch.empty(0, dtype=torch.int64), self.storage[:0]
-        """The rows of this rank's storage that the batch uses, sorted, each once, and their gradient."""
+        ends = [local.first_row + local.shard.num_rows for local in self.local_shards]
+        self.local_ends = make_tensor(ends, dtype=torch.int64)
+        self._set_gradient(self.local_ends[:0], self.storage[:0])
         self.hot_rows: HotRowCache | None = None
 
     def _make_param_shard(self, shard: TableShard, first: int) -> TableParamShard:
@@ -360,7 +359,7 @@ class ShardedTables:
 
     def _row_numbers(self, bags: Bags, ids: Tensor) -> Tensor:
         """Returns the row number over all tables of each id."""
-        return bags.ids + torch.tensor(self.table_offsets)[check_ids(bags, self.tables, ids)]
+        return bags.ids + torch.tensor(self.table_offsets, device=self.device)[check_ids(bags, self.tables, ids)]
 
     def cache_hot_rows(self, bags: Bags, ids: Tensor, count: int, axis: Axis, device: torch.device) -> None:
         """Caches the `count` rows that these samples use most on every device."""
@@ -370,14 +369,25 @@ class ShardedTables:
     def push_gradients(self, route: LookupRoute, gradient: Tensor) -> None:
         """Sends the gradients of the distinct rows to their owners, which sum them by row over ranks."""
         sent = gradient.index_select(0, route.positions)
+        if self.axis.size == 1:  # each row is requested once, in order
+            self._set_gradient(route.served_rows, sent.to(self.dtype))
+            return
         received = self._all_to_all(sent, route.requested_counts, route.served_counts)
-        self.touched_rows, inverse_indices = torch.unique(route.served_rows, return_inverse=True)
-        self.gradient = torch.zeros(self.touched_rows.numel(), received.shape[1], dtype=self.dtype)
-        scatter_add_rows_(self.gradient, inverse_indices, received)
+        touched_rows, inverse_indices = torch.unique(route.served_rows, return_inverse=True)
+        gradient = self.storage.new_zeros(touched_rows.numel(), received.shape[1])
+        scatter_add_rows_(gradient, inverse_indices, received)
+        self._set_gradient(touched_rows, gradient)
+
+    def _set_gradient(self, touched_rows: Tensor, gradient: Tensor) -> None:
+        """Sets the rows of this rank's storage that the batch uses, sorted, each once, and their gradient."""
+        self.touched_rows, self.gradient = touched_rows, gradient
+        self.bounds = [0, *torch.searchsorted(touched_rows, self.local_ends).tolist()]  # of each local shard in them
 
     def gradient_of(self, local: TableParamShard) -> tuple[Tensor, Tensor]:
         """Returns the touched rows of a local shard, relative to its first row, and their gradient."""
-        rows, gradient = rows_between(self.touched_rows, self.gradient, local.first_row, local.shard.num_rows)
+        number = self.local_shards.index(local)
+        touched = slice(self.bounds[number], self.bounds[number + 1])
+        rows, gradient = self.touched_rows[touched] - local.first_row, self.gradient[touched]
         if self.hot_rows is not None:
             cached, cached_gradient = self.hot_rows.gradient_of(local)
             rows, gradient = torch.cat((rows, cached)), torch.cat((gradient, cached_gradient))

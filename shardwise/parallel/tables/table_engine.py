@@ -1,9 +1,10 @@
 """The engine of a model with sharded embedding tables: the dense part trains like any model, the tables are sharded
-over the host memory of all ranks.
+over the GPUs of all ranks if they fit there, otherwise over their host memory.
 
 Table shards are parameter shards like any other: the same step computes the norm of their gradients and clips them, and
 the same checkpoint saves and reshards them. Their gradient holds only the rows that the batch touched."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,18 +25,25 @@ from shardwise.parallel.prepare import Prepared
 from shardwise.parallel.tables.sharded_tables import Bags, LookupRoute, ShardedTables, place_tables, sum_bags
 
 HOT_ROW_SAMPLES = 32_768  # samples that are read to find the most frequently used rows
+MAX_GPU_SHARE = 0.5  # of a GPU's memory, for tables and optimizer states
+
+
+def table_bytes(prepared: Prepared) -> list[float]:
+    """Returns the bytes of tables and optimizer states by rank."""
+    job, ranks = prepared.job, prepared.layout.data
+    element_size = 8 if job.precision == "float64" else 4
+    copies = 3.0 if job.embedding_tables.optimizer == "adam" else 1.0 + 1.0 / prepared.tables[0].width
+    bytes_by_rank = [0.0] * ranks
+    for shard in place_tables(prepared.tables, ranks, job.embedding_tables.sharding):
+        bytes_by_rank[shard.rank] += shard.num_rows * prepared.tables[0].width * element_size * copies
+    return bytes_by_rank
 
 
 def check_host_memory(prepared: Prepared, bytes_per_rank: float) -> None:
     """Raises LayoutError if the tables and optimizer states of a rank do not fit into its host memory."""
     if not prepared.tables:
         return
-    job, layout = prepared.job, prepared.layout
-    element_size = 8 if job.precision == "float64" else 4
-    copies = 3.0 if job.embedding_tables.optimizer == "adam" else 1.0 + 1.0 / prepared.tables[0].width
-    bytes_by_rank = [0.0] * layout.data
-    for shard in place_tables(prepared.tables, layout.data, job.embedding_tables.sharding):
-        bytes_by_rank[shard.rank] += shard.num_rows * prepared.tables[0].width * element_size * copies
+    job, layout, bytes_by_rank = prepared.job, prepared.layout, table_bytes(prepared)
     max_bytes = max(bytes_by_rank)
     if max_bytes > bytes_per_rank:
         total_bytes = sum(bytes_by_rank)
@@ -68,7 +76,7 @@ class TableEngine(Engine):
                 loss.backward()
             total += loss.detach()
         gradient = torch.zeros_like(rows) if rows.grad is None else rows.grad
-        self.tables.push_gradients(route, gradient[: len(route.positions)].cpu())
+        self.tables.push_gradients(route, gradient[: len(route.positions)].to(self.tables.device))
         if self.tables.hot_rows is not None:
             self.tables.hot_rows.reduce_gradients(route.cached_rows, gradient[len(route.positions) :])
         return total
@@ -95,17 +103,17 @@ class TableEngine(Engine):
     def begin_stream(self, job: Job, stream: SampleStream) -> None:
         """Caches, on every device, the rows that the first samples use most."""
         self.tables.hot_rows = None
-        if job.embedding_tables.cached_rows:
+        if job.embedding_tables.cached_rows and self.tables.device != self.mesh.device:
             bags, ids = self._bags(stream.read(np.arange(HOT_ROW_SAMPLES))), torch.arange(HOT_ROW_SAMPLES)
             place = self.mesh["data"], self.mesh.device
             self.tables.cache_hot_rows(bags, ids, job.embedding_tables.cached_rows, *place)
 
     def _bags(self, samples: Samples) -> Bags:
-        clicks = ClickBatch.unpack(samples, self.model)
-        return Bags.from_padded(clicks.sparse_ids.cpu(), clicks.weights.cpu())
+        clicks, device = ClickBatch.unpack(samples, self.model), self.tables.device
+        return Bags.from_padded(clicks.sparse_ids.to(device), clicks.weights.to(device))
 
     def _route(self, samples: Samples) -> LookupRoute:
-        return self.tables.route(self._bags(samples), samples.ids.cpu())
+        return self.tables.route(self._bags(samples), samples.ids.to(self.tables.device))
 
     def _micro_batches(self, samples: Samples, route: LookupRoute, rows: Tensor) -> Iterator[tuple[Samples, Tensor]]:
         """Yields the micro-batches, each with its pooled embedding vectors."""
@@ -127,11 +135,22 @@ class TableEngine(Engine):
 def make_tables(prepared: Prepared, mesh: Mesh, dtype: torch.dtype) -> ShardedTables:
     """Returns this rank's tables with initial weights."""
     axis, on_gpu = mesh["data"], mesh.device.type == "cuda"
-    if on_gpu and axis.size > 1:
-        axis = replace(axis, group=dist.new_group(backend="gloo"))  # rows are in host memory
     job, settings = prepared.job, prepared.job.embedding_tables
+    device = mesh.device if on_gpu and fit_on_gpu(prepared) else torch.device("cpu")
+    in_host_memory = on_gpu and device.type == "cpu"
+    if in_host_memory and axis.size > 1:
+        axis = replace(axis, group=dist.new_group(backend="gloo"))
     shards = place_tables(prepared.tables, axis.size, settings.sharding)
     options = settings.optimizer, job.optimizer.betas, job.optimizer.eps
-    tables = ShardedTables(prepared.tables, shards, axis, dtype, *options, pin_memory=on_gpu)
+    tables = ShardedTables(prepared.tables, shards, axis, dtype, *options, device=device, pin_memory=in_host_memory)
     tables.init_weights(job.seed)
     return tables
+
+
+def fit_on_gpu(prepared: Prepared) -> bool:
+    """Returns whether tables and optimizer states live on the GPU: by default, if they take up to half of it."""
+    settings = prepared.job.embedding_tables
+    if settings.device != "auto" or settings.cached_rows:
+        return settings.device == "cuda"
+    ranks = -(-int(os.environ.get("LOCAL_WORLD_SIZE", 1)) // torch.cuda.device_count())  # that share a GPU
+    return max(table_bytes(prepared)) * ranks <= MAX_GPU_SHARE * torch.cuda.mem_get_info()[1]
