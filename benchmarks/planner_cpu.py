@@ -1,10 +1,12 @@
-"""Predicted against measured step times on CPU processes: does the planner rank layouts correctly after `calibrate`?
+"""Predicted against measured step times on CPU processes: does the planner rank layouts correctly after `calibrate`,
+and after `tune` has refined its constants?
 
     python benchmarks/planner_cpu.py [--json] [--rounds N] [--cluster FILE]
 
 Four gloo processes build a small GPT in each of the layouts below. Every round runs one step of each layout, so that
 other load on the machine affects all layouts equally; a layout's time is the median over the rounds. What counts is the
-order: Spearman's rank correlation of predicted and measured times.
+order: Spearman's rank correlation of predicted and measured times. `tune`'s constants are refined by every other round
+and judged by the rounds between; "unseen": each layout is predicted with constants refined by the other layouts.
 """
 
 from __future__ import annotations
@@ -25,13 +27,14 @@ from shardwise.layout import Layout
 from shardwise.optim import make_optimizer
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import prepare
-from shardwise.planner.calibrate import calibrate
+from shardwise.planner.calibrate import calibrate, refine
 from shardwise.planner.plan import make_estimator, resolve_layout
 from shardwise.step import step
 
 PROCESSES = 4
 MODEL = {"layers": 6, "width": 160, "heads": 8, "kv_heads": 4, "vocab": 512, "sequence": 64}
 SAMPLES = 16
+ALL, FIRST, SECOND = slice(None), slice(0, None, 2), slice(1, None, 2)  # rounds
 LAYOUTS = (
     "replicate=4", "replicate=4 micro_batch=1", "replicate=4 recompute=full", "shard=4 zero=1", "shard=4 zero=3",
     "shard=4 zero=3 micro_batch=1", "tensor=4", "tensor=4 micro_batch=8", "replicate=2 tensor=2",
@@ -77,10 +80,14 @@ def spearman(a: list[float], b: list[float]) -> float:
     return statistics.correlation(ranks(a), ranks(b))
 
 
-def predict(cluster: Cluster, layouts: list[str]) -> list[float]:
-    job = the_job()
-    estimator = make_estimator(job, cluster)
-    return [estimator.predict(resolve_layout(job, estimator.shape, Layout.parse(text))).seconds for text in layouts]
+def predict(cluster: Cluster, layouts: list[Layout]) -> list[float]:
+    estimator = make_estimator(the_job(), cluster)
+    return [estimator.predict_seconds(layout) for layout in layouts]
+
+
+def score(predicted: list[float], measured: list[float]) -> dict[str, float]:
+    errors = [abs(p / m - 1) for p, m in zip(predicted, measured, strict=True)]
+    return {"spearman": spearman(predicted, measured), "median_error": statistics.median(errors)}
 
 
 def main() -> None:
@@ -89,25 +96,34 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--cluster", help="use this file written by `calibrate --processes 4`; do not measure")
     options = parser.parse_args()
-    layouts = list(LAYOUTS)
+    job = the_job()
     cluster = find_cluster(options.cluster) if options.cluster else calibrate("cpu", PROCESSES)
-    measured = [
-        statistics.median(times) for times in run_world(measure, PROCESSES, layouts, options.rounds, timeout=1200.0)[0]
-    ]
-    predicted = predict(cluster, layouts)
-    both = list(zip(layouts, measured, predicted, strict=True))
+    times = run_world(measure, PROCESSES, list(LAYOUTS), options.rounds, timeout=1200.0)[0]
+    shape = make_estimator(job, cluster).shape
+    layouts = [resolve_layout(job, shape, Layout.parse(text)) for text in LAYOUTS]
+    measured, first, second = ([statistics.median(t[part]) for t in times] for part in (ALL, FIRST, SECOND))
+    before, tuned = predict(cluster, layouts), refine(cluster, job, dict(zip(layouts, first, strict=True)))
+    unseen = []
+    for layout in layouts:
+        others = {other: m for other, m in zip(layouts, measured, strict=True) if other != layout}
+        unseen += predict(refine(cluster, job, others), [layout])
+    after = predict(tuned, layouts)
+    both = list(zip(LAYOUTS, measured, before, after, strict=True))
     record = {
-        "processes": PROCESSES, "rounds": options.rounds, "spearman": spearman(predicted, measured),
-        "median_error": statistics.median(abs(p / m - 1) for _, m, p in both),
-        "layouts": [{"layout": text, "measured_seconds": m, "predicted_seconds": p} for text, m, p in both],
+        "processes": PROCESSES, "rounds": options.rounds, "calibrated": score(before, measured),
+        "tuned": score(after, second), "tuned_unseen": score(unseen, measured), "noise": score(first, second),
+        "layouts": [{"layout": text, "measured_seconds": m, "predicted_seconds": p, "tuned_seconds": a}
+                    for text, m, p, a in both],
     }  # fmt: skip
     if options.json:
         print(json.dumps(record))
         return
-    for text, seconds, prediction in sorted(both, key=lambda row: row[1]):
-        error = f"{100 * (prediction / seconds - 1):+.0f}%"
-        print(f"{text:45s} {1e3 * seconds:7.1f} ms, predicted {1e3 * prediction:7.1f} ms ({error})")
-    print(f"rank correlation {record['spearman']:.2f}, median error {100 * record['median_error']:.0f}%")
+    for text, seconds, prediction, refined in sorted(both, key=lambda row: row[1]):
+        shown = [f"{1e3 * p:7.1f} ms ({100 * (p / seconds - 1):+.0f}%)" for p in (prediction, refined)]
+        print(f"{text:45s} {1e3 * seconds:7.1f} ms, predicted {shown[0]}, tuned {shown[1]}")
+    for name in ("calibrated", "tuned", "tuned_unseen", "noise"):
+        figures = record[name]
+        print(f"{name}: rank correlation {figures['spearman']:.2f}, median error {100 * figures['median_error']:.0f}%")
 
 
 if __name__ == "__main__":

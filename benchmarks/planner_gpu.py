@@ -1,6 +1,6 @@
 """Predicted against measured step time and peak memory of differently shaped jobs on one GPU, after `calibrate`.
 
-python benchmarks/planner_gpu.py [--json FILE] [--job NAME ...]
+    python benchmarks/planner_gpu.py [--json FILE] [--job NAME ...] [--cluster FILE]
 
 Each job runs in a process of its own: CUDA graphs of an earlier one would keep their memory.
 """
@@ -68,6 +68,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--job", choices=JOBS, action="append", help="run only this job; repeatable")
+    parser.add_argument("--cluster", type=Path, help="use this file written by `calibrate`; do not measure")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -75,9 +76,10 @@ def main() -> None:
         return
     records = []
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "here.toml")
-        command = [sys.executable, "-m", "shardwise", "calibrate", "--out", str(file)]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        file = options.cluster or Path(folder, "here.toml")
+        if options.cluster is None:
+            command = [sys.executable, "-m", "shardwise", "calibrate", "--out", str(file)]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         for name in options.job or JOBS:
             command = [sys.executable, __file__, "--one", name, str(file)]
             done = subprocess.run(command, capture_output=True, text=True)

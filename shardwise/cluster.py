@@ -2,9 +2,8 @@
 
 A `Cluster` is a device type, the size of a fast domain (a node, an NVLink rack, a torus pod), and two links: within a
 domain and between domains. Bandwidths are per device and direction, in bytes per second; FLOP/s are dense. The fraction
-of these peaks that software reaches is in `shardwise.planner.costs.machine`.
-
-`shardwise calibrate` writes the same fields as TOML, with measured efficiencies."""
+of these peaks that software reaches is in `shardwise.planner.costs.machine`. `shardwise calibrate` writes the same
+fields as TOML, with measured efficiencies."""
 
 import tomllib
 from dataclasses import asdict, dataclass, field, replace
@@ -20,14 +19,13 @@ from shardwise.files import parse_toml, write_text
 from shardwise.layout import MAX_WORLD
 
 GB, TERA, GIB = 1e9, 1e12, 2**30
-# The numbers that a cluster file may have.
+# Keys of `--set cluster.KEY=VALUE`, each with its unit. `flops`: in bf16, other precisions in proportion.
+UNITS = {"inner": GB, "outer": GB, "node_link": GB, "memory": GIB, "bandwidth": GB, "flops": 1e12}
 Rate = Annotated[float, Field(strict=True, ge=1e-9, le=1e21, allow_inf_nan=False)]  # FLOP/s, bytes, bytes per second
 NonNegative = Annotated[float, Field(strict=True, ge=0.0, le=1e21, allow_inf_nan=False)]
 Count = Annotated[int, Field(strict=True, ge=1, le=MAX_WORLD)]
-
-NEXT_WIDER = {
-    "fp4": "fp8", "fp8": "bf16", "bf16": "fp16", "fp16": "float32", "tf32": "float32", "float32": "float64",
-}  # fmt: skip
+WIDENING = ("fp4", "fp8", "bf16", "fp16", "float32", "float64")
+NEXT_WIDER = {**dict(zip(WIDENING, WIDENING[1:])), "tf32": "float32"}
 
 
 @dataclass(frozen=True)
@@ -64,8 +62,7 @@ class Cluster:
     inner: LinkSpec
     outer: LinkSpec
     topology: Literal["switch", "torus2", "torus3"] = "switch"  # topology of the inner link
-    # Efficiencies measured by `shardwise calibrate`; they override those of the device's family.
-    measured: dict[str, NonNegative] = field(default_factory=dict)
+    measured: dict[str, NonNegative] = field(default_factory=dict)  # efficiencies that override those of the family
 
 
 def _read_presets() -> tuple[dict[str, DeviceSpec], dict[str, Cluster]]:
@@ -95,10 +92,6 @@ def find_cluster(name: str) -> Cluster:
     if path.suffix != ".toml" and not path.exists():
         raise JobError(f"unknown cluster {name!r}: {suggest(name, CLUSTERS)} Or give a file of `shardwise calibrate`.")
     return read_cluster(path)
-
-
-# Keys of `--set cluster.KEY=VALUE`, each with its unit. `flops`: in bf16, other precisions in proportion.
-UNITS = {"inner": GB, "outer": GB, "node_link": GB, "memory": GIB, "bandwidth": GB, "flops": 1e12}
 
 
 def with_settings(cluster: Cluster, settings: list[str]) -> Cluster:

@@ -200,7 +200,8 @@ def test_a_world_of_thousands() -> None:
     assert CollectiveTraffic("pipeline", "receive", 512, 512 * 64 * 2) in report.traffic
 
 
-def test_reports_as_text_and_json(shown: list[RankReport]) -> None:
+def test_reports_as_text_and_json(shown: list[RankReport], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # on a narrow terminal the table lies on its side
     record = json.loads(json.dumps(shown[0].as_dict()))
     assert record["total"] == sum(record["memory"].values()) and list(record["memory"]) == list(ROLES)
     lines = describe_reports(shown).splitlines()

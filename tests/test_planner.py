@@ -13,15 +13,17 @@ from typer.testing import CliRunner
 
 from shardwise.cli import app
 from shardwise.cluster import CLUSTERS, DEVICES, find_cluster
+from shardwise.console import format_count, format_seconds
 from shardwise.errors import JobError
-from shardwise.job import make_job
+from shardwise.job import load_job, make_job
 from shardwise.layout import Layout
 from shardwise.models.gpt import build_gpt
+from shardwise.parallel.prepare import prepare
 from shardwise.planner.costs.machine import KernelProfile, Machine, efficiency_of
 from shardwise.planner.costs.memory_model import FrameworkProfile
 from shardwise.planner.costs.model_shape import shape_of
 from shardwise.planner.estimate import Estimator, split_evenly
-from shardwise.planner.plan import HIGHEST, make_estimator, make_plan, out_of_memory_risk, plan_job
+from shardwise.planner.plan import HIGHEST, count_parameters, make_estimator, make_plan, out_of_memory_risk, plan_job
 from shardwise.planner.search import class_layouts, class_lower_bound, layout_classes, search
 from shardwise.planner.show import title
 
@@ -217,3 +219,72 @@ def test_frozen_weights_in_few_bits_take_less_memory() -> None:
     linear = (8.03e9 - 2 * 128256 * 4096) / 2**30  # without embedding and head
     assert sizes[""] - sizes["int8"] == pytest.approx(linear * (2 - 1.0625), rel=0.02)
     assert sizes[""] - sizes["nf4"] == pytest.approx(linear * (2 - 0.5625), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "samples", "bf16", "fp8"),
+    [({"layers": 16, "width": 2048, "heads": 32, "kv_heads": 8, "ffn": 8192}, 4, 49.9, (50.5, 52.4)),
+     ({"layers": 28, "width": 3072, "heads": 24, "kv_heads": 8, "ffn": 8192}, 2, 79.7, (81.6, 86.9))],
+)  # fmt: skip
+def test_memory_of_fp8_is_as_measured(
+    sizes: dict[str, int], samples: int, bf16: float, fp8: tuple[float, float]
+) -> None:
+    """On an H200, with compiled blocks; the allocator's reserve is no part of what was measured."""
+    cluster = replace(find_cluster("h200"), measured={"compiled": 1.0})
+    model, layout = {**sizes, "vocab": 128256, "sequence": 8192, "tied": False}, f"micro_batch={samples}"
+    peaks = {}
+    for precision in ("bf16", "fp8"):
+        job = make_job({"model": model, "batch": {"samples": samples}, "precision": precision})
+        memory = make_plan(job, cluster, 1, layout).best.memory[0]
+        peaks[precision] = (memory.total - memory.reserve) / 2**30
+    assert peaks["bf16"] == pytest.approx(bf16, rel=0.02)
+    assert fp8[0] <= peaks["fp8"] <= fp8[1]
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "bert-large"])
+def test_fp8_counts_where_memory_is_in_closed_form(name: str) -> None:
+    jobs = [make_job({"model": {"name": name}, "batch": {"samples": 8}, "precision": p}) for p in ("bf16", "fp8")]
+    bf16, fp8 = (make_plan(job, find_cluster("h200"), 1, "micro_batch=1").best.memory[0] for job in jobs)
+    assert fp8.activations > bf16.activations and fp8[:3] == bf16[:3]
+
+
+def test_weights_that_zero3_gathers_are_buffers() -> None:
+    """In both memory models, whose sums stay what they were."""
+    for name in ("llama3-8b", "mixtral-8x7b"):
+        job = make_job({"model": {"name": name}, "batch": {"samples": 64}, "precision": "bf16"})
+        kept, gathered = (
+            make_plan(job, find_cluster("h200"), 64, f"shard=64 micro_batch=1 zero={zero}").best.memory[0]
+            for zero in (1, 3)
+        )
+        block = 2 * shape_of(job.model).parameters / shape_of(job.model).layers  # bytes in bf16
+        assert gathered.buffers - kept.buffers > 1.5 * block
+        assert gathered.activations > 0
+
+
+@pytest.mark.parametrize("example", ["gpt", "bert", "moe", "t5", "dlrm", "resnet-cifar10"])
+def test_plan_and_train_name_the_same_number_of_parameters(example: str) -> None:
+    job = load_job(Path(f"examples/{example}.toml"), [])
+    count = prepare(job, Layout()).parameters
+    assert count_parameters(job) == count
+    assert f" {format_count(count)} parameters" in title(make_plan(job, find_cluster("h100"), 1))
+
+
+def test_one_key_of_an_alternative_is_said_to_be_the_only_change(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["plan", llama_job(tmp_path), "--cluster", "h100", "--devices", "16"])
+    first, *others = result.output.partition("Other choices")[2].splitlines()
+    assert first.startswith(" (a key alone: layout 1 with only that and the data-parallel degree")
+    assert any(line.startswith("  ") for line in others)
+    layout = [line for line in result.output.splitlines() if line.startswith("  1  ")][0]
+    changes = [line.split(":")[0].strip() for line in others if line.startswith("  ") and "=" in line.split(":")[0]]
+    assert changes and not any(change in layout.split() for change in changes)
+
+
+def test_times_have_units(tmp_path: Path) -> None:
+    told = [format_seconds(s) for s in (0.0123, 4.56, 428, 3723, 2 * 86400, 1e8)]
+    assert told == ["12.3 ms", "4.56 s", "7:08 min", "1:02:03 h", "2.0 days", "1,157.4 days"]
+    job = tmp_path / "job.toml"
+    job.write_text("[model]\nname = 'llama3-8b'\n[batch]\nsamples = 256\n")
+    output = CliRunner().invoke(app, ["plan", str(job), "--cluster", "h100", "--devices", "16"]).output
+    assert re.search(r"│ +1 │ *\d[\d.:]* (s|min) │", output)
+    assert re.search(r"slower, \d[\d.:]* (ms|s|min)\s+more ", output)
+    assert re.search(r"tokens\s+in\s+[\d.,:]+\s+(s|min|h|days)\s+without", output)

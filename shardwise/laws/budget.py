@@ -1,18 +1,9 @@
 """Models and jobs for a compute budget: an iso-FLOP grid of small runs to fit a law to, and what a law recommends.
 
-The grid has jobs at several compute budgets, with several model sizes at each. Budgets are FLOPs as the planner counts
-them (`ModelShape.flops`). Sizes are centered at 20 tokens per parameter (Hoffmann et al. 2022), so that each budget has
-runs on both sides of its optimum. Batch size and learning rate follow DeepSeek-AI 2024 (arXiv 2401.02954, section 3.1,
-fitted from 1e17 to 2e19 FLOPs): 0.2920 C^0.3271 tokens and 0.3118 / C^0.125. If that batch leaves fewer than 1000
-steps, it shrinks, and the learning rate with its square root.
-
-All sizes have similar proportions, so that the law sees size alone. The initial std of weights is sqrt(2 / (5 width))
-(Nguyen and Salazar 2019, arXiv 1910.05895): the usual 0.02 at width 1000. At width 32, 0.02 makes activations vanish
-and the start of learning a matter of luck.
-
-The recommendation is model size and tokens for a budget, with the expected loss and the cost of alternatives. Given
-devices and a cluster, the planner (`shardwise plan`) adds layout, days and device-hours. Given days, it finds the
-budget whose compute-optimal model trains in that time."""
+The grid has several model sizes at each of several budgets; docs/explanation/laws.md says how their shapes, batches,
+learning rates and initial weights are chosen. The recommendation is model size and tokens for a budget, with the
+expected loss and the cost of alternatives. Given devices and a cluster, the planner adds layout, days and device-hours;
+given days, it finds the budget whose compute-optimal model trains in that time."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -42,21 +33,26 @@ VALIDATION_SAMPLES = 256  # their loss is the result of a run
 NARROW_WIDTHS = (*range(16, 128, 8), *range(128, 512, 32), *range(512, 1024, 64), *range(1024, 4096, 256))
 SIZE_FIELDS = ("layers", "width", "heads", "kv_heads", "head_dim", "ffn")
 LONG_SEQUENCE, SHORT_SEQUENCE = 2048, 256  # tokens per sample, from 1e17 FLOPs on and below
+EXTRAPOLATION_FACTOR = 100.0  # warn beyond this factor outside the fitted range
+NEAR_OPTIMAL_TOLERANCE = 0.005  # relative loss difference that counts as equally good
+MAX_LOG_RATIO = 30.0  # log of the largest size ratio searched for near-optimal models
+OVERTRAINING_FACTORS = (2, 4, 8)  # how many times smaller than optimal the overtrained models are
+SECONDS_PER_DAY = 86_400.0
+DAYS_TOLERANCE = 0.02  # accepted relative error of the planned days
+MAX_ITERATIONS = 6  # of the search for a budget that takes the given days
+INITIAL_MFU = 0.4  # from which that search starts
+DEFAULT_SETTINGS = ("precision=bf16", "model.vocab=50304", "model.sequence=4096", "model.tied=false")
 
 
 class GridJob(NamedTuple):
-    """A job of the grid, with its budget and number of parameters."""
-
     path: Path
     job: Job
     flops: float
     parameters: int
 
 
-def design_grid(
-    low: float, high: float, budgets: int, sizes: int, spread: float, settings: Sequence[str], parameter_scope: str,
-    folder: Path,
-) -> list[GridJob]:  # fmt: skip
+def design_grid(low: float, high: float, budgets: int, sizes: int, spread: float, settings: Sequence[str],
+                parameter_scope: str, folder: Path) -> list[GridJob]:  # fmt: skip
     """Returns jobs by ascending budget and size; sizes range from 1/spread to spread times the middle size."""
     if not 1 <= spread <= 1000:
         raise JobError(f"--spread {spread}: it must be from 1 to 1000.")
@@ -90,10 +86,9 @@ def write_grid(jobs: Sequence[GridJob]) -> list[dict[str, Any]]:
         header = f"# A run of an iso-FLOP grid: {size}.\n#\n#   shardwise train {path}\n\n"
         path.parent.mkdir(parents=True, exist_ok=True)
         write_text(path, header + tomli_w.dumps(job.model_dump(exclude_unset=True)))
-        rows.append({
-            "file": str(path), "flops": flops, "parameters": parameters, "width": model.width, "layers": model.layers,
-            "tokens": tokens, "batch": job.samples, "steps": job.total_steps, "lr": job.optimizer.lr,
-        })  # fmt: skip
+        rows.append({"file": str(path), "flops": flops, "parameters": parameters, "width": model.width,
+                     "layers": model.layers, "tokens": tokens, "batch": job.samples, "steps": job.total_steps,
+                     "lr": job.optimizer.lr})  # fmt: skip
     return rows
 
 
@@ -116,8 +111,7 @@ def make_template(settings: Sequence[str], flops: float) -> Job:
 
 
 def job_for_budget(template: Job, model: DecoderConfig, flops: float, tokens: float, devices: int = 1) -> Job:
-    """Returns a job that trains the model on about these tokens, with a batch size and a learning rate for the budget
-    unless the template sets them."""
+    """Returns a job for the model and about these tokens; batch size and learning rate the template's, or by budget."""
     batch, optimizer = template.batch, template.optimizer
     if "batch" not in template.model_fields_set:
         batch = BatchConfig(samples=batch_size_for_budget(flops, tokens, model.sequence, devices))
@@ -137,7 +131,7 @@ def batch_size_for_budget(flops: float, tokens: float, sequence: int, devices: i
 
 
 def _batch_tokens(flops: float) -> float:
-    return float(0.2920 * flops**0.3271)
+    return float(0.2920 * flops**0.3271)  # as the learning rate, of DeepSeek-AI 2024, arXiv 2401.02954, section 3.1
 
 
 def model_of_size(template: Job, parameters: float, parameter_scope: str) -> DecoderConfig:
@@ -189,32 +183,19 @@ def parse_budget(text: str) -> tuple[float, float]:
     return budgets
 
 
-EXTRAPOLATION_FACTOR = 100.0  # warn beyond this factor outside the fitted range
-NEAR_OPTIMAL_TOLERANCE = 0.005  # relative loss difference that counts as equally good
-MAX_LOG_RATIO = 30.0  # log of the largest size ratio searched for near-optimal models
-OVERTRAINING_FACTORS = (2, 4, 8)  # how many times smaller than optimal the overtrained models are
-SECONDS_PER_DAY = 86_400.0
-DAYS_TOLERANCE = 0.02  # accepted relative error of the planned days
-MAX_ITERATIONS = 6  # of the search for a budget that takes the given days
-INITIAL_MFU = 0.4  # from which that search starts
-DEFAULT_SETTINGS = ("precision=bf16", "model.vocab=50304", "model.sequence=4096", "model.tied=false")
-
-
 def recommend(fitted_law: FittedLaw, flops: float) -> dict[str, Any]:
     """Returns the compute-optimal size and tokens for a budget as JSON values, without a plan."""
     law = fitted_law.law
     N, D = law.compute_optimal(flops)
     loss = law.loss(N, D)
-    return {
-        "law": fitted_law.source, "parameter_scope": fitted_law.parameter_scope,
-        "flops": flops, "parameters": N, "tokens": D, "tokens_per_parameter": D / N, "loss": loss,
-        "loss_interval": prediction_interval(fitted_law, N, D),
-        "parameters_interval": interval(fitted_law.bootstrap_samples.compute_optimal(flops)[0]),
-        "near_optimal_parameters": [_near_optimal_bound(law, flops, N, sign) for sign in (-1, 1)],
-        "near_optimal_tolerance": NEAR_OPTIMAL_TOLERANCE,
-        "overtrained": list(_overtrained_models(law, flops, N, loss)),
-        "warnings": list(extrapolation_warnings(fitted_law, N, D)),
-    }  # fmt: skip
+    return {"law": fitted_law.source, "parameter_scope": fitted_law.parameter_scope, "flops": flops, "parameters": N,
+            "tokens": D, "tokens_per_parameter": D / N, "loss": loss,
+            "loss_interval": prediction_interval(fitted_law, N, D),
+            "parameters_interval": interval(fitted_law.bootstrap_samples.compute_optimal(flops)[0]),
+            "near_optimal_parameters": [_near_optimal_bound(law, flops, N, sign) for sign in (-1, 1)],
+            "near_optimal_tolerance": NEAR_OPTIMAL_TOLERANCE,
+            "overtrained": list(_overtrained_models(law, flops, N, loss)),
+            "warnings": list(extrapolation_warnings(fitted_law, N, D))}  # fmt: skip
 
 
 def prediction_interval(fitted_law: FittedLaw, N: float, D: float) -> tuple[float, float]:
@@ -254,10 +235,8 @@ def _near_optimal_bound(law: ScalingLaw, flops: float, optimal_N: float, directi
     return float(optimal_N * math.exp(direction * log_ratio))
 
 
-def recommend_with_plan(
-    fitted_law: FittedLaw, flops: float | None, days: float | None, devices: int | None, cluster: str | None,
-    settings: Sequence[str],
-) -> dict[str, Any]:  # fmt: skip
+def recommend_with_plan(fitted_law: FittedLaw, flops: float | None, days: float | None, devices: int | None,
+                        cluster: str | None, settings: Sequence[str]) -> dict[str, Any]:  # fmt: skip
     """Recommends for a budget of FLOPs, or of days on devices; adds a plan if devices are given."""
     if (flops is None) == (days is None):
         raise JobError("give the budget either as --flops, or as --days with --devices and --cluster.")

@@ -1,15 +1,12 @@
 """Runs to fit a law to, and the scaling law L(N, D) = E + A / N^alpha + B / D^beta, fitted with confidence intervals.
 
-Runs are read from a CSV file or from run folders of `shardwise train`. A CSV file has the columns of `columns.toml`, in
-upper or lower case; others are ignored. Two of parameters, tokens and flops are enough: the third follows from flops =
-6 x parameters x tokens.
-
-The law is the loss of N parameters trained on D tokens; its form is that of Hoffmann et al. 2022 (arXiv 2203.15556),
-where training costs C = 6 N D FLOPs. As in their section 3.3, L-BFGS minimizes the Huber loss (delta 0.001) of the
-log-loss residuals from many starting points. Two things differ. The search centers the runs, with a = log A - alpha x
-mean log N and b likewise: without centering, A and alpha (B and beta) are almost perfectly correlated and the search
-converges slowly. And it minimizes the sum, not the mean: with the mean, the original paper's search stopped before
-convergence (Besiroglu et al. 2024, arXiv 2404.10102). Confidence intervals are percentiles of a weighted bootstrap."""
+Runs are read from run folders of `shardwise train`, or from a CSV file with the columns of `columns.toml`. The law is
+the loss of N parameters trained on D tokens; its form is that of Hoffmann et al. 2022 (arXiv 2203.15556), where
+training costs C = 6 N D FLOPs. As in their section 3.3, L-BFGS minimizes the Huber loss (delta 0.001) of the log-loss
+residuals from many starting points. Two things differ. The search centers the runs, with a = log A - alpha x mean log N
+and b likewise: without centering, A and alpha (B and beta) are almost perfectly correlated and the search converges
+slowly. And it minimizes the sum, not the mean: with the mean, the original paper's search stopped before convergence
+(Besiroglu et al. 2024, arXiv 2404.10102). Confidence intervals are percentiles of a weighted bootstrap."""
 
 import csv
 import math
@@ -40,6 +37,19 @@ RunRow = tuple[str, float, float, float, float]  # name, parameters, tokens, los
 COLUMNS = tomllib.loads(Path(__file__).with_name("columns.toml").read_text(encoding="utf-8"))
 QUANTITIES, COLUMN_NAMES = tuple(COLUMNS), {name: quantity for quantity, names in COLUMNS.items() for name in names}
 PARAMETER_SCOPES = {"all": "including embeddings and head", "blocks": "without embeddings and head"}
+FloatOrArray = Any  # a float or an array of floats
+RANGES = ("parameters", "tokens", "flops")
+MAX_FLOPS = 1e32  # of a budget: a million times the largest runs
+HUBER_DELTA = 1e-3
+BOOTSTRAP_SAMPLES = 400
+CONFIDENCE = 0.95
+MIN_RUNS = 6  # one more than the number of constants
+MIN_DISTINCT_SIZES = 3  # of parameters and of tokens: a power law with an offset has three unknowns
+# An outlier's residual exceeds both this many robust standard deviations and this fraction of the loss.
+OUTLIER_DEVIATIONS, OUTLIER_MIN_RESIDUAL = 11.0, 0.02
+RUNS_PER_OUTLIER = 20  # at most one run in this many is dropped as an outlier
+COARSE_STEPS, NUM_REFINED = 25, 8  # search steps from every start; how many of the best results run to convergence
+BOUNDS = [(-12.0, 6.0), (-16.0, 6.0), (-16.0, 6.0), (1e-4, 4.0), (1e-4, 4.0)]
 FINAL_LOSS_FRACTION = 0.05  # without validation, the final loss is the mean training loss of this last part of a run
 
 
@@ -52,8 +62,7 @@ class Runs:
     tokens: Array
     loss: Array
     flops: Array
-    parameter_scope: str = "all"
-    """Which parameters count: `all`, including embeddings and head (tied weights once), or only the `blocks`."""
+    parameter_scope: str = "all"  # `all`: with embeddings and head (tied weights once), or only the `blocks`
 
     def __len__(self) -> int:
         return len(self.names)
@@ -151,22 +160,6 @@ def count_parameters(model: DecoderConfig, parameter_scope: str) -> int:
     return shape.parameters - shape.embedding_weights - (0 if shape.tied else shape.vocab * shape.width)
 
 
-FloatOrArray = Any  # a float or an array of floats
-RANGES = ("parameters", "tokens", "flops")
-MAX_FLOPS = 1e32  # of a budget: a million times the largest runs
-
-HUBER_DELTA = 1e-3
-BOOTSTRAP_SAMPLES = 400
-CONFIDENCE = 0.95
-MIN_RUNS = 6  # one more than the number of constants
-MIN_DISTINCT_SIZES = 3  # of parameters and of tokens: a power law with an offset has three unknowns
-# An outlier's residual exceeds both this many robust standard deviations and this fraction of the loss.
-OUTLIER_DEVIATIONS, OUTLIER_MIN_RESIDUAL = 11.0, 0.02
-RUNS_PER_OUTLIER = 20  # at most one run in this many is dropped as an outlier
-COARSE_STEPS, NUM_REFINED = 25, 8  # search steps from every start; how many of the best results run to convergence
-BOUNDS = [(-12.0, 6.0), (-16.0, 6.0), (-16.0, 6.0), (1e-4, 4.0), (1e-4, 4.0)]
-
-
 class ScalingLaw(NamedTuple):
     E: FloatOrArray  # irreducible loss
     A: FloatOrArray
@@ -217,9 +210,8 @@ def residuals(law: ScalingLaw, runs: Runs) -> Array:
 
 
 @threadpool_limits.wrap(limits=1)  # matrices have 5 rows: with threads the search takes 15 times as long
-def fit_scaling_law(
-    runs: Runs, drop_highest: int | None = None, bootstrap_samples: int = BOOTSTRAP_SAMPLES, seed: int = 0
-) -> ScalingLawFit:
+def fit_scaling_law(runs: Runs, drop_highest: int | None = None, bootstrap_samples: int = BOOTSTRAP_SAMPLES,
+                    seed: int = 0) -> ScalingLawFit:  # fmt: skip
     """Fits a law to runs after dropping the `drop_highest` runs with the highest loss; None drops outliers instead."""
     if drop_highest is None:
         dropped = _indices_of_dropped_outliers(runs)
@@ -243,8 +235,7 @@ def best_fit(runs: Runs) -> tuple[ScalingLaw, float, Array]:
     if len(runs) < MIN_RUNS:
         raise DataError(f"{pluralize(len(runs), 'run')}: a law has five constants; give at least {MIN_RUNS} runs.")
     for quantity in ("parameters", "tokens"):
-        # Values within about 0.1% of each other count once.
-        num_distinct = len(np.unique(np.round(np.log(getattr(runs, quantity)), 3)))
+        num_distinct = len(np.unique(np.round(np.log(getattr(runs, quantity)), 3)))  # to about 0.1%
         if num_distinct < MIN_DISTINCT_SIZES:
             values = f"{pluralize(num_distinct, 'different value')} of {quantity}"
             raise DataError(f"these {len(runs)} runs have {values}; a law needs at least {MIN_DISTINCT_SIZES}.")
@@ -255,18 +246,16 @@ def best_fit(runs: Runs) -> tuple[ScalingLaw, float, Array]:
 
 
 def bootstrap(runs: Runs, point: Array, bootstrap_samples: int, seed: int) -> ScalingLaw:
-    """Returns the constants of fits to randomly weighted runs; each search starts at the best fit.
-
-    The weights are exponential (Bayesian bootstrap, Rubin 1981). Drawing runs with replacement omits a third of them
-    each time, which makes intervals a fifth too wide with a few dozen runs."""
+    """Returns the constants of fits to randomly weighted runs; each search starts at the best fit. The weights are
+    exponential (Bayesian bootstrap, Rubin 1981). Drawing runs with replacement omits a third of them each time, which
+    makes intervals a fifth too wide with a few dozen runs."""
     weights = np.random.default_rng(seed).standard_exponential((bootstrap_samples, len(runs)))
     laws = [_law_at(runs, _minimize(runs, point, row / row.mean()).x) for row in weights]
     return ScalingLaw(*np.array(laws).T)
 
 
 def _minimize(runs: Runs, start: Any, weights: Any = 1.0, steps: int = 1000) -> Any:
-    """Minimizes the Huber loss, divided by `HUBER_DELTA` to suit the tolerances; the coordinates are those of
-    `_law_at`."""
+    """Minimizes the Huber loss, divided by `HUBER_DELTA` to suit the tolerances, in the coordinates of `_law_at`."""
     n, d, log_loss = np.log(runs.parameters), np.log(runs.tokens), np.log(runs.loss)
     n, d = n - n.mean(), d - d.mean()
 

@@ -8,31 +8,35 @@ import gc
 import statistics
 import tomllib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 import torch._functorch.config as functorch
 import torch.distributed as dist
 import torch.nn.functional as F
+from scipy.optimize import least_squares
 from torch import Tensor
 from torch.utils.benchmark import Timer
 
 from shardwise.bench.train_step import bench_step
 from shardwise.cluster import CLUSTERS, Cluster, LinkSpec, cluster_by_driver_name, write_cluster
-from shardwise.comm.collectives import Axis, all_gather, ping_pong, reduce_scatter
+from shardwise.comm.collectives import Axis, all_gather, all_gather_json, ping_pong, reduce_scatter
 from shardwise.comm.world import run_world
 from shardwise.errors import JobError, suggest
 from shardwise.files import require_parent_folder
-from shardwise.job import DecoderConfig, make_job
+from shardwise.job import DecoderConfig, Job, make_job
+from shardwise.layout import Layout
 from shardwise.models.chain import init_weights
 from shardwise.models.gpt import DecoderBlock, build_gpt
 from shardwise.parallel.parallelize import ACTIVATION_MEMORY_BUDGET
 from shardwise.planner.costs.machine import BlockTimeModel, KernelProfile, Machine, ParallelDegrees, efficiency_of
 from shardwise.planner.costs.model_shape import shape_of
+from shardwise.planner.plan import make_estimator
 
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FRESH_PROCESSES = True  # measure in new processes, in which nothing has run yet
@@ -40,11 +44,15 @@ COLLECTIVE_CALLS = 30  # per measurement; a fixed count, since all ranks must ma
 SMALL_MESSAGE, LARGE_MESSAGE = 1 << 14, 1 << 23  # bytes of the measured collectives
 MIN_SECONDS = 0.3  # duration of any other measurement on a CPU
 SINGLE_DEVICE = ParallelDegrees(tensor=1, context=1, expert=1, micro_batch=1)
+IMAGES = 256
+CONVOLUTIONS = ((64, 56), (128, 28), (256, 14), (512, 7))  # channels and image size of those that a ResNet has
 STEP_SAMPLES = 4  # samples per measured training step on a GPU
 WARMUP_STEPS = 100  # before measuring, since a cool GPU is faster
+PRECISIONS = {"fp8": "fp8"}  # of a kind of model, if not bf16
 KERNEL_CATEGORIES = {"matmul": "matmul", "attention": "attention", "memory": "elementwise"}
 KERNELS_PER_BLOCK = 72  # of a block's forward and backward, as `BlockTimeModel` counts them
 SETTINGS: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+REFINE, REFINED = SETTINGS["refine"], SETTINGS["refined"]
 
 
 def calibrate_to_file(out: Path, processes: int, device: str) -> str:
@@ -55,13 +63,19 @@ def calibrate_to_file(out: Path, processes: int, device: str) -> str:
         raise JobError("--device cuda: PyTorch finds no GPU on this machine; use --device cpu.")
     require_parent_folder(out)
     cluster = calibrate("cuda" if has_gpu and device != "cpu" else "cpu", processes)
+    return write_calibrated(cluster, out)
+
+
+def write_calibrated(cluster: Cluster, out: Path) -> str:
+    """Writes a cluster file and returns what was measured."""
     write_cluster(cluster, out)
     peaks = ", ".join(f"{name} {rate / 1e12:.3g} TFLOP/s" for name, rate in cluster.device.peak_by_precision.items())
     shares = ", ".join(f"{key} {cluster.measured[key]:.2f}" for key in ("matmul", "attention", "memory"))
     return (
         f"{out}: {cluster.domain_size} x {cluster.device.name}, {peaks}, {cluster.device.bandwidth / 1e9:.3g} GB/s; "
         f"efficiency: {shares}; {cluster.measured['kernel_launch'] * 1e6:.1f} us per kernel launch; "
-        f"link {cluster.inner.bandwidth / 1e9:.3g} GB/s, {cluster.inner.latency * 1e6:.0f} us."
+        f"link {cluster.inner.bandwidth / 1e9:.3g} GB/s, {cluster.inner.latency * 1e6:.0f} us"
+        + (f"; between nodes {cluster.outer.bandwidth / 1e9:.3g} GB/s." if cluster.outer != cluster.inner else ".")
     )
 
 
@@ -73,6 +87,53 @@ def calibrate(kind: str, processes: int) -> Cluster:
         measurements.append(run_world(_measure_links, processes, is_fresh_process=FRESH_PROCESSES))
     values = {key: statistics.mean(rank[key] for rank in ranks) for ranks in measurements for key in ranks[0]}
     return _make_cluster(kind, processes, values)
+
+
+def calibrate_world(device: torch.device, local_size: int) -> Cluster:
+    """Measures every device of an initialized world at once, and its links by level: among the `local_size` ranks of a
+    node, and between ranks of the same number on all nodes, as the planner's collectives use them."""
+    size, rank, kind = dist.get_world_size(), dist.get_rank(), device.type
+    if size % local_size:
+        raise JobError(f"calibrate needs as many ranks on every node, not {size} in all and {local_size} on this one.")
+    levels = {"inner": [range(first, first + local_size) for first in range(0, size, local_size)],
+              "outer": [range(first, size, local_size) for first in range(local_size)]}  # fmt: skip
+    values = _measure_process(kind)
+    small, large = SMALL_MESSAGE, SETTINGS[kind]["large_message"]
+    for level, groups in levels.items():
+        made = [(ranks, dist.new_group(list(ranks))) for ranks in groups]
+        ranks, group = next((ranks, group) for ranks, group in made if rank in ranks)
+        count = len(ranks)
+        if count > 1:
+            brief, long = (_collective_seconds(message, count, group, device) for message in (small, large))
+            values[f"{level}_bandwidth"] = large * (count - 1) / count / max(long - brief, 1e-6)
+            values[f"{level}_latency"] = brief / (count - 1)
+        dist.barrier()
+    gathered = all_gather_json(values)
+    means = {key: statistics.mean(one[key] for one in gathered) for key in values}
+    return _make_cluster(kind, local_size, means)
+
+
+def refine(cluster: Cluster, job: Job, measured: dict[Layout, float]) -> Cluster:
+    """Returns the cluster with the constants for which the planner predicts these step times best: a regression of
+    logarithms in which each constant has a prior at its value so far. What no step time depends on stays as it was."""
+    start = asdict(efficiency_of(cluster.device.family, cluster.measured))
+    least = {name: low for name, low in REFINED.items() if name != "uncontended_speedup" or start[name] > low}
+    low = np.log(list(least.values()))
+    prior = np.maximum(low + 1e-3, np.log([max(start[name], 1e-9) for name in least]))
+    times = np.log(list(measured.values()))
+
+    def refined(values: np.ndarray) -> Cluster:
+        found = dict(zip(least, np.exp(values).tolist(), strict=True))
+        return replace(cluster, measured={**cluster.measured, **found})
+
+    def errors(values: np.ndarray) -> np.ndarray:
+        estimator = make_estimator(job, refined(values))
+        predicted = np.log([estimator.predict_seconds(layout) for layout in measured])
+        return np.concatenate([(predicted - times) / REFINE["step_error"], (values - prior) / REFINE["prior_error"]])
+
+    # The schedules' simulation makes small jumps: slopes are taken over 1%.
+    fit = least_squares(errors, prior, bounds=(low, prior + 3.0), diff_step=0.01, max_nfev=REFINE["max_evaluations"])
+    return refined(fit.x)
 
 
 def _make_cluster(kind: str, processes: int, values: dict[str, float]) -> Cluster:
@@ -92,6 +153,11 @@ def _make_cluster(kind: str, processes: int, values: dict[str, float]) -> Cluste
     if "link_bandwidth" in values:
         link = LinkSpec(values["link_bandwidth"], values["p2p_latency"])
         cluster = replace(cluster, inner=link, outer=link)
+    links: dict[str, Any] = {
+        level: LinkSpec(values[f"{level}_bandwidth"], values[f"{level}_latency"])
+        for level in ("inner", "outer") if f"{level}_bandwidth" in values
+    }  # fmt: skip
+    cluster = replace(cluster, **links)
     return replace(cluster, measured=_fit_efficiencies(cluster, values))
 
 
@@ -124,15 +190,26 @@ def _fit_efficiencies(cluster: Cluster, values: dict[str, float]) -> dict[str, f
         rest = max(values["large_block"] - values["launch_seconds"] - compute, 0.2 * best["memory"])
         return efficiencies | {"memory": min(4.0, best["memory"] / rest)}
     # Ideal seconds at the peak over measured seconds, per kernel category.
-    ideal = replace(efficiency_of(device.family, efficiencies), memory=1.0, matmul=1.0, attention=1.0)
+    perfect = dict.fromkeys(("memory", "matmul", "low_precision_matmul", "attention"), 1.0)
+    ideal = replace(efficiency_of(device.family, efficiencies), **perfect)
     machine, degrees = Machine(cluster, ideal), SINGLE_DEVICE._replace(micro_batch=STEP_SAMPLES)
-    for key, part in KERNEL_CATEGORIES.items():
-        ratios = []
-        for kind, overrides in SETTINGS["model_kinds"].items():
-            model = _decoder_config({**large_model, **overrides})
-            best = _ideal_times(machine, model, dtype_name, degrees)
-            ratios.append(model.layers * best[key] / values[f"{kind}: {part}"])
-        efficiencies[key] = min(1.0, statistics.mean(ratios))
+    ratios: dict[str, dict[str, float]] = {}
+    for name, overrides in SETTINGS["model_kinds"].items():
+        if f"{name}: matmul" not in values:
+            continue
+        model = _decoder_config({**large_model, **overrides})
+        best = _ideal_times(machine, model, PRECISIONS.get(name, dtype_name), degrees)
+        ratios[name] = {k: model.layers * best[k] / values[f"{name}: {part}"] for k, part in KERNEL_CATEGORIES.items()}
+    for key in KERNEL_CATEGORIES:
+        efficiencies[key] = min(1.0, statistics.mean(ratios[name][key] for name in ratios if name not in PRECISIONS))
+    if "fp8" in ratios:  # its casts take what elementwise operators need beyond those in bf16
+        narrow, wide = (
+            _ideal_times(machine, _decoder_config(large_model), name, degrees)["memory"] for name in ("fp8", dtype_name)
+        )
+        seconds = values["fp8: elementwise"] / large_model["layers"] * efficiencies["memory"]
+        efficiencies["low_precision_casts"] = max(1.0, (seconds - wide) / (narrow - wide))
+        efficiencies["low_precision_matmul"] = min(1.0, ratios["fp8"]["matmul"])
+    efficiencies["convolution"] = values["convolution"] / (efficiencies["matmul"] * device.peak_flops(dtype_name))
     return efficiencies
 
 
@@ -155,14 +232,21 @@ def _measure_process(kind: str) -> dict[str, float]:
     values["attention"], values["attention_backward"] = forward, backward / forward
     values["launch_seconds"] = _block_seconds(sizes["tiny_model"], dtype, device)
     values["compiled"] = float(kind == "cuda")
+    if kind == "cuda":
+        values["convolution"] = statistics.mean(_convolution_rate(*sizes, dtype, device) for sizes in CONVOLUTIONS)
     if kind == "cpu":
         values["large_block"] = _block_seconds(sizes["large_model"], dtype, device)
         return values
     for name, overrides in SETTINGS["model_kinds"].items():
+        if name == "fp8" and torch.cuda.get_device_capability() < (8, 9):
+            continue
         model = {**sizes["large_model"], **overrides}
-        job = make_job({"precision": "bf16", "model": model, "batch": {"samples": STEP_SAMPLES}})
-        breakdown = bench_step(job, device, 3, WARMUP_STEPS).time_breakdown
-        values |= {f"{name}: {part}": seconds for part, seconds in breakdown.items()}
+        job = make_job({"precision": PRECISIONS.get(name, "bf16"), "model": model, "batch": {"samples": STEP_SAMPLES}})
+        report = bench_step(job, device, 10, WARMUP_STEPS)
+        kernels = {part: seconds for part, seconds in report.time_breakdown.items() if part != "gaps"}
+        # The profiled step is followed by faster or slower ones, which count, and whose kernels have gaps between them.
+        scale = report.seconds / sum(kernels.values())
+        values |= {f"{name}: {part}": scale * seconds for part, seconds in kernels.items()}
         gc.collect()
         torch.cuda.empty_cache()
     return values
@@ -175,6 +259,15 @@ def _decoder_config(sizes: dict[str, Any]) -> DecoderConfig:
 def _matmul_rate(n: int, dtype: torch.dtype, device: torch.device) -> float:
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
     return 2.0 * n**3 / _seconds(lambda: F.linear(a, b), device)
+
+
+def _convolution_rate(channels: int, size: int, dtype: torch.dtype, device: torch.device) -> float:
+    """Returns the FLOP/s of a 3 x 3 convolution's forward and backward, in the memory format in which it is fastest."""
+    x = torch.randn(IMAGES, channels, size, size, device=device).to(dtype, memory_format=torch.channels_last)
+    weight = torch.randn(channels, channels, 3, 3, device=device).to(dtype, memory_format=torch.channels_last)
+    gradient, inputs = torch.ones_like(x), (x.requires_grad_(), weight.requires_grad_())
+    seconds = _seconds(lambda: torch.autograd.grad(F.conv2d(x, weight, padding=1), inputs, gradient), device)
+    return 6.0 * IMAGES * (3 * size * channels) ** 2 / seconds
 
 
 def _attention_rates(model: DecoderConfig, dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
@@ -260,10 +353,12 @@ def _measure_links() -> dict[str, float]:
     return {**values, "p2p_latency": hop, "collective_start": start, "latency": per_rank / hop}
 
 
-def _collective_seconds(message: int, size: int, group: dist.ProcessGroup | None) -> float:
+def _collective_seconds(
+    message: int, size: int, group: dist.ProcessGroup | None, device: torch.device | None = None
+) -> float:
     """Returns the mean seconds of an all-gather and a reduce-scatter of `message` bytes in total."""
-    shard = torch.zeros(message // 4 // size)
-    full = torch.zeros(size * len(shard))
+    shard = torch.zeros(message // 4 // size, device=device)
+    full = torch.zeros(size * len(shard), device=device)
     axis = Axis(size, dist.get_rank(group), dist.group.WORLD if group is None else group)
     timers = _timer(lambda: all_gather(full, shard, axis=axis)), _timer(lambda: reduce_scatter(shard, full, axis=axis))
     return statistics.mean(timer.timeit(COLLECTIVE_CALLS).mean for timer in timers)

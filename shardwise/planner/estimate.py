@@ -84,6 +84,7 @@ class Estimator:
         self.gathers_per_block = 1  # FSDP gathers a block's weights in one collective
         self.reduced_gradient_bytes = framework_profile.gradient_bytes
         self.schedule_time: ScheduleTime = step_seconds
+        self.loss_chunk = 0  # positions whose logits a fused loss has at once; 0: all
         self.memory_limit = machine.device.memory  # largest predicted peak that counts as fitting
 
     def predict(self, layout: Layout) -> Prediction:
@@ -146,6 +147,7 @@ class Estimator:
             balanced = whole_model.sum(*self.module_load(layout)) / layout.pipeline
             balanced = self.micro_batches(layout) * (balanced + self.exposed_p2p(layout))
             pipeline = max(pipeline / self.efficiency.uncontended_speedup, balanced)
+        pipeline *= self.efficiency.split_backward if layout.pipeline > 1 and layout.has_split_backward else 1.0
         return (pipeline + sum(self.per_step_times(layout)) + self.efficiency.fixed_seconds) * self.jitter(layout.world)
 
     def jitter(self, world: int) -> float:
@@ -188,6 +190,7 @@ class Estimator:
         update_bytes = self.framework_profile.update_bytes
         if self.keeps_compute_copy(layout):
             update_bytes = UPDATE_BYTES + (ACCUMULATE_BYTES * micro_batches if micro_batches > 1 else 0.0)
+            update_bytes *= self.machine.trained
         copied_seconds = self.framework_profile.offloaded_bytes * updated / HOST_LINK_BANDWIDTH
         return data, max(self.machine.memory_time(update_bytes * updated, bulk=True), copied_seconds)
 
@@ -196,7 +199,7 @@ class Estimator:
         block, micro_batches = self.block_time(layout), self.micro_batches(layout)
         blocks = max(rank.blocks for rank in self.stages(layout).ranks)
         exposed = {axis: micro_batches * blocks * seconds for axis, seconds in block.exposed.items()}
-        exposed["shard"] = exposed.get("shard", 0.0) + self.per_step_times(layout)[0]
+        exposed["data"] = exposed.get("data", 0.0) + self.per_step_times(layout)[0]
         exposed["pipeline"] = micro_batches * self.exposed_p2p(layout)
         return {axis: seconds for axis, seconds in exposed.items() if seconds}
 
@@ -254,12 +257,20 @@ class Estimator:
             last_weights=0.0 if shape.tied and layout.pipeline == 1 else head_weights,
             saved_per_block=saved_by_policy.get(layout.recompute, partly),
             recomputed_per_block=0.0 if layout.recompute == "none" else saved_all,
-            logits=self.framework_profile.logits * tokens * shape.logit_fraction * shape.vocab / t,
+            logits=self.logits_bytes(layout, tokens * shape.logit_fraction),
             hidden_bytes=hidden_bytes, recv_buffer_bytes=hidden_bytes / t, kept_fraction=kept_fraction,
         )  # fmt: skip
 
+    def logits_bytes(self, layout: Layout, positions: float) -> float:
+        if self.loss_chunk and layout.pipeline == 1:  # our fused loss has the logits of a chunk, which become gradients
+            return self.kernel_profile.itemsize * min(positions / layout.tensor, self.loss_chunk) * self.shape.vocab
+        return self.framework_profile.logits * positions * self.shape.vocab / layout.tensor
+
     def activation_bytes(self, layout: Layout, sparse: bool) -> tuple[float, float, float]:
-        return memory_model.block_activation_bytes(self.shape, self.kernel_profile.itemsize, layout, sparse)
+        profile = self.kernel_profile
+        compiled = profile.compiled and not layout.has_split_backward
+        options = compiled, bool(profile.adapter_features)
+        return memory_model.block_activation_bytes(self.shape, profile.itemsize, layout, sparse, *options)
 
     @cached_by(lambda self, layout: (self.parallel_degrees(layout), layout.recompute, layout.zero, layout.shard,
                                      layout.world == 1))  # fmt: skip
@@ -273,16 +284,16 @@ class Estimator:
         host = 1.5 * inner.launch_seconds  # in both: a backward has twice the kernels, but no Python between them
         forward = self.machine.bottleneck_time(inner.forward + inner.traffic, host)
         backward = self.machine.bottleneck_time(inner.backward + backward_extra, host)
-        backward += recompute_fraction * forward
+        backward += recompute_fraction * (forward - inner.not_recomputed)
         if layout.recompute == "selective":
             backward += self.selective_recompute_time(layout, inner)
         exposed = {axis: (2.0 + recompute_fraction) * getattr(inner, axis) for axis in ("tensor", "context", "expert")}
         if layout.zero >= 2 and layout.shard > 1:
-            gather = self._weight_gather_time(layout)
+            gather = self.efficiency.weight_gather * self._weight_gather_time(layout)
             exposed_forward = self._exposed_comm(gather, forward) if layout.zero == 3 else 0.0
             exposed_backward = self._exposed_comm((2 if layout.zero == 3 else 1) * gather, backward)
             forward, backward = forward + exposed_forward, backward + exposed_backward
-            exposed["shard"] = exposed_forward + exposed_backward
+            exposed["data"] = exposed_forward + exposed_backward
         return BlockTime(forward, backward, inner.weight_grad, exposed)
 
     def selective_recompute_time(self, layout: Layout, block: ModuleTime) -> float:
@@ -290,7 +301,7 @@ class Estimator:
         return self.machine.memory_time(block.moved_bytes)
 
     def keeps_compute_copy(self, layout: Layout) -> bool:
-        return self.engine is not None and self.engine.keeps_compute_copy(layout)
+        return self.framework_profile.casts_once and layout.world == 1
 
     def _weight_gather_time(self, layout: Layout) -> float:
         """Returns the seconds to all-gather a block's weights over the shard axis, or to reduce-scatter gradients."""
@@ -337,7 +348,8 @@ class Estimator:
         bucket = self.bucket_bytes(layout)
         reduce = all_gather(gradient * numel, shard, stride, bucket) if layout.zero == 1 else 0.0
         gather = all_gather(size * numel, shard, stride, bucket) if layout.zero < 3 else 0.0
-        return reduce + all_reduce(gradient * numel / shard, replicas, stride * shard, bucket), gather
+        reduce += self.efficiency.all_reduce * all_reduce(gradient * numel / shard, replicas, stride * shard, bucket)
+        return reduce, gather
 
     def _exposed_comm(self, traffic: float, compute: float) -> float:
         """Returns the exposed part of `traffic` seconds that overlap with `compute` seconds, plus their contention."""

@@ -3,8 +3,9 @@
 Estimator and search treat such a model as equal blocks of average cost. Stages are assumed equal in time, since our
 engine balances them, and as large in memory as if all blocks were the largest.
 
-A DLRM's tables are in host memory, split over the data ranks. Every rank reads the rows that the global batch needs,
-copies them to the device and sends them by an all-to-all; gradients return the same way. None of this overlaps."""
+A DLRM's tables are assumed in host memory, split over the data ranks. Every rank reads the rows that the global batch
+needs, copies them to the device and sends them by an all-to-all; gradients return the same way. None of this overlaps.
+"""
 
 from collections.abc import Sequence
 from statistics import fmean as mean
@@ -23,7 +24,8 @@ def operators_time(machine: Machine, profile: KernelProfile, costs: OperatorCost
     forward = backward = weight = 0.0
     for p in costs.products:
         precision, moved = p.precision(profile.precision), p.moved_numel * profile.itemsize
-        times = machine.linear(p.rows, p.inner, p.columns, precision, p.groups, moved)
+        rate = machine.efficiency.convolution if p.kernel_numel else 1.0
+        times = [t / rate for t in machine.linear(p.rows, p.inner, p.columns, precision, p.groups, moved)]
         forward, backward, weight = forward + times[0], backward + times[1] + times[2], weight + times[2]
     for a in costs.attention:
         sizes = a.heads, a.keys, a.keys, a.v_head_dim, a.qk_head_dim - a.v_head_dim

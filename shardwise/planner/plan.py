@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.cluster import GIB, Cluster, find_cluster, with_settings
-from shardwise.console import pluralize
+from shardwise.console import format_seconds, pluralize
 from shardwise.errors import LayoutError
 from shardwise.job import BatchConfig, Job, load_job
 from shardwise.layout import Layout, divisible_batch, solve_batch
 from shardwise.models.config import CODE_BYTES
+from shardwise.models.loss import loss_chunk_size
 from shardwise.optim.adamw import BUFFERS, PART
 from shardwise.parallel.prepare import meta_model, prepare
 from shardwise.parallel.torch_pipelining import PipelineOrder
@@ -27,6 +28,7 @@ from shardwise.planner.operator_list_estimate import OperatorListEstimator
 from shardwise.planner.search import SearchResult, search
 
 TIE_TOLERANCE = 0.01  # layouts whose predicted times differ by less count as equally fast
+SHARED_CORES = "bubbles cost little: more processes than cores, and a rank that waits leaves its core to others"
 CPU_PROCESS_BYTES = 0.4 * GIB  # of a process that has only imported PyTorch
 # The planner's error on the measured runs of `benchmarks/`, each predicted without its source.
 _FIGURES = tomllib.loads((Path(__file__).parent / "accuracy.toml").read_text(encoding="utf-8"))
@@ -59,8 +61,9 @@ class Plan:
     shape: ModelShape
 
     def __str__(self) -> str:
-        best, memory = self.best, f"{self.best.peak_memory / GIB:.3g} of {self.cluster.device.memory / GIB:.3g} GiB"
-        return f"{best.layout}: {best.seconds:.3g} s per step, {memory} on {self.devices} x {self.cluster.device.name}"
+        best, device = self.best, self.cluster.device
+        memory = f"{best.peak_memory / GIB:.3g} of {device.memory / GIB:.3g} GiB on {self.devices} x {device.name}"
+        return f"{best.layout}: {format_seconds(best.seconds)} per step, {memory}"
 
     @property
     def best(self) -> Prediction:
@@ -72,7 +75,7 @@ class Plan:
     def memory_verdict(self, prediction: Prediction) -> str:
         """Returns a sentence about a layout's peak, its range and the risk."""
         peak, limit = prediction.peak_memory / GIB, self.cluster.device.memory / GIB
-        verdict = f"{peak:.3g} of {limit:.3g} GiB, {LOWEST * peak:.3g} to {HIGHEST * peak:.3g} in 8 of 10 measured runs"
+        verdict = f"{peak:.3g} of {limit:.3g} GiB, probably {LOWEST * peak:.3g} to {HIGHEST * peak:.3g}"
         risk = out_of_memory_risk(peak, limit)
         if peak > limit or HIGHEST * peak <= limit or not risk:
             return f"{verdict}."
@@ -115,6 +118,12 @@ class Plan:
                 "near_misses": list(self.near_misses), "training": training}  # fmt: skip
 
 
+def count_parameters(job: Job) -> int:
+    """Returns how many parameters a model has, norms, biases and embedding tables among them."""
+    weights = meta_model(job.model, job.seed).parameters()
+    return sum(weight.numel() for weight in weights) + sum(table.size for table in job.family.tables(job.model))
+
+
 def plan_job(job_file: Path | None, settings: list[str], cluster: str, devices: int | None, layout: str | None) -> Plan:
     own = [setting for setting in settings if setting.startswith("cluster.")]
     job = load_job(job_file, [setting for setting in settings if setting not in own])
@@ -143,12 +152,14 @@ def make_plan(
     shows_neighbours = layout is None and best.peak_memory <= cluster.device.memory
     neighbours = tuple(near_misses(estimator, best)) if shows_neighbours else ()
     if shows_neighbours and not runnable:
-        neighbours += tuple(_faster_batch(job, cluster, best))
+        neighbours = (*_faster_batch(job, cluster, best), *neighbours)
     if layout is None and job.layout != "auto" and (own := Layout.parse(job.layout)).world == best.layout.world:
         with suppress(LayoutError):  # it does not divide this batch, for example
             mine = estimator.predict(resolve_layout(job, estimator.shape, own))
-            told = f"{mine.seconds:.3g} s per step, {mine.peak_memory / GIB:.1f} GiB"
+            told = f"{format_seconds(mine.seconds)} per step, {mine.peak_memory / GIB:.1f} GiB"
             neighbours = (f"the job's own layout, {mine.layout}: {told}", *neighbours)
+    if layout is None and estimator.efficiency.uncontended_speedup > 1.0 and best.layout.pipeline > 1:
+        neighbours = (SHARED_CORES, *neighbours)
     reasons = ("", *(explain_gap(estimator, best, other) for other in result.best[1:]))
     searched = result.evaluated, result.seconds
     return Plan(job, cluster, best.layout.world, result.best, reasons, neighbours, *searched, estimator.shape)
@@ -203,6 +214,7 @@ def _search_runnable(job: Job, estimator: Estimator, devices: int) -> SearchResu
 def make_estimator(job: Job, cluster: Cluster) -> Estimator:
     trained = 1.0  # fraction of the weights; others are frozen beside adapters, or by the user
     quantized = 0.0  # fraction of the weights; of these, all are frozen
+    total = 0
     if job.model.lora is not None or job.model.passes_batch:
         model = meta_model(job.model, job.seed)
         sizes = {name: (weight.numel(), weight.requires_grad) for name, weight in model.named_parameters()}
@@ -210,25 +222,29 @@ def make_estimator(job: Job, cluster: Cluster) -> Estimator:
         trained = sum(size for size, is_trained in sizes.values() if is_trained) / total
         quantized = sum(sizes[name][0] for name in model.sharding_plan.quantized) / total
     machine = Machine(cluster, efficiency_of(cluster.device.family, cluster.measured), trained)
+    compiled = bool(cluster.measured.get("compiled")) and job.compile is not False
     # On a CPU no loss is fused: separate operators for upcast, log-softmax and gather.
-    kernel_profile = KernelProfile(job.precision, *([53.0] if cluster.device.family == "cpu" else []))
+    loss_bytes = 53.0 if cluster.device.family == "cpu" else KernelProfile.loss_bytes_per_logit
+    kernel_profile = KernelProfile(job.precision, loss_bytes, compiled)
     shape = shape_of(job.model, kernel_profile.itemsize)
     estimator_class = OperatorListEstimator if isinstance(shape, OperatorListModel) else Estimator
-    compiled = bool(cluster.measured.get("compiled")) and job.compile is not False
     is_exact = shape.has_exact_cost_model and job.model.lora is None
     engine = EngineModel(job.require_decoder(), job.precision, compiled) if is_exact else None
     framework_profile = engine_profile(job.precision, job.optimizer, trained)
-    if job.model.lora is not None and quantized:
-        saved = quantized * (kernel_profile.itemsize - CODE_BYTES[job.model.lora.quantize])
+    if job.model.lora is not None:
+        features = trained * total / job.model.lora.rank / shape.layers
+        kernel_profile = replace(kernel_profile, adapter_features=features)
+        saved = quantized * (kernel_profile.itemsize - CODE_BYTES.get(job.model.lora.quantize, 0.0))
         framework_profile = replace(framework_profile, weight_bytes=framework_profile.weight_bytes - saved)
     if cluster.device.family == "cpu":
         framework_profile = replace(framework_profile, fixed_bytes=CPU_PROCESS_BYTES)
     elif job.optimizer.offload:
         framework_profile = replace(
             framework_profile, optimizer_bytes=0.0, offloaded_bytes=framework_profile.optimizer_bytes,
-            fixed_bytes=framework_profile.fixed_bytes + BUFFERS * PART * framework_profile.optimizer_bytes / trained,
+            staging_bytes=BUFFERS * PART * framework_profile.optimizer_bytes / trained,
         )  # fmt: skip
     estimator = estimator_class(machine, shape, kernel_profile, job.samples, framework_profile, engine)
+    estimator.loss_chunk = loss_chunk_size(shape.vocab) if shape.vocab else 0
     estimator.memory_limit /= HIGHEST  # recommend only what fits at the upper end
     return estimator
 
@@ -294,12 +310,15 @@ def explain_gap(estimator: Estimator, best: Prediction, other: Prediction) -> st
     best_parts, other_parts = time_breakdown(best), time_breakdown(other)
     growth = {name: other_parts.get(name, 0.0) - best_parts.get(name, 0.0) for name in {*best_parts, *other_parts}}
     name = max(growth, key=lambda part: growth[part])
-    cause = "" if slower < 0.001 or growth[name] <= 0 else f", {growth[name]:.3g} s more {name}"
+    cause = "" if slower < 0.001 or growth[name] <= 0 else f", {format_seconds(growth[name])} more {name}"
+    less = min(growth, key=lambda part: growth[part])
+    if cause and growth[name] > 1.5 * (other.seconds - best.seconds) and growth[less] < 0:
+        cause += f" but {format_seconds(-growth[less])} less {less}"
     return f"{100 * slower:.1f}% slower{cause}"
 
 
 def time_breakdown(prediction: Prediction) -> dict[str, float]:
-    labels = {"shard": "data-parallel communication", "pipeline": "stage-to-stage transfer"}
+    labels = {"data": "data-parallel communication", "pipeline": "stage-to-stage transfer"}
     breakdown = {labels.get(axis, f"{axis} communication"): seconds for axis, seconds in prediction.exposed.items()}
     breakdown["pipeline bubble"] = prediction.bubble * prediction.seconds
     breakdown["optimizer update"] = prediction.update
@@ -313,7 +332,7 @@ def near_misses(estimator: Estimator, best: Prediction) -> Iterator[str]:
     for choice, changes in _neighbor_layouts(best.layout):
         try:
             layout = replace(best.layout, **changes)
-            solve_batch(layout, estimator.samples)
+            layout = replace(layout, micro_batch=solve_batch(layout, estimator.samples).micro_batch)
             if str(layout) in seen or estimator.shape.heads % layout.tensor:
                 continue
             reason = explain_gap(estimator, best, estimator.predict(layout))
@@ -328,6 +347,9 @@ def _neighbor_layouts(layout: Layout) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields a label and the changed fields of each neighbour of the layout."""
     tensor, pipeline, data = layout.tensor, layout.pipeline, layout.data
     no_pipeline: dict[str, Any] = {"schedule": "1f1b", "virtual": 0}
+    if layout.replicate < layout.world:
+        plain = dict.fromkeys(("pipeline", "shard", "context", "tensor", "expert", "zero"), 1)
+        yield f"replicate={layout.world} alone", {**plain, **no_pipeline, "replicate": layout.world, "micro_batch": 0}
     for axis in ("shard", "replicate", "pipeline"):
         degree = getattr(layout, axis)
         if degree % 2 == 0:

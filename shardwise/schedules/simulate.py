@@ -27,6 +27,8 @@ if TYPE_CHECKING:  # imports torch, which the simulator does without
     from shardwise.parallel.torch_pipelining import PipelineOrder
 
 KINDS = ("F", "I", "W", "B")  # in the order of `simulate`'s list of costs
+InFlightCounts = tuple[tuple[int, ...], tuple[int, ...]]
+"""Per stage of a rank: micro-batches before their backward, and micro-batches whose weight gradients are pending."""
 
 
 class Action(NamedTuple):
@@ -35,8 +37,7 @@ class Action(NamedTuple):
     stage: int
     kind: str  # F: forward, I: backward-input, W: backward-weight, B: full backward
     micro_batch: int
-    # A forward and a backward that run one after the other and send their results when both are done.
-    sub_actions: tuple[Any, ...] | None = None
+    sub_actions: tuple[Any, ...] | None = None  # a forward and a backward; results are sent when both are done
 
 
 class TimelineEvent(NamedTuple):
@@ -90,14 +91,11 @@ class PipelineProgram:
         """Row (kind and stage) and column (micro-batch) of each action in a table of them."""
         return [cost for _, cost, _ in self.instructions], [action.micro_batch for action in self.actions]
 
-    def peak_in_flight(self, rank: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-        """Returns the Pareto-maximal points of a rank's schedule: no other point is at least as high in every count.
-
-        A point is, for each stage of the rank, the micro-batches before their backward and those between
-        backward-input and backward-weight."""
+    def peak_in_flight(self, rank: int) -> tuple[InFlightCounts, ...]:
+        """Returns the Pareto-maximal counts of a rank's schedule: no others are at least as high in every one."""
         stages = [stage for stage, owner in enumerate(self.stage_to_rank) if owner == rank]
         in_flight, pending_weight = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
-        peaks: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+        peaks: set[InFlightCounts] = set()
         for stage, kind, *_ in self.order[rank]:
             if kind == "W":
                 pending_weight[stage] -= 1
@@ -105,17 +103,14 @@ class PipelineProgram:
             in_flight[stage] += 1 if kind == "F" else -1
             pending_weight[stage] += kind == "I"
             peaks.add((tuple(in_flight.values()), tuple(pending_weight.values())))
-        flat = {point: (*point[0], *point[1]) for point in peaks}
-        return tuple(
-            point for point, counts in sorted(flat.items(), reverse=True)
-            if not any(other != counts and all(a >= b for a, b in zip(other, counts)) for other in flat.values())
-        )  # fmt: skip
+        flat = {(*live, *pending): (live, pending) for live, pending in peaks}
+        beaten = {low for low in flat for high in flat if high != low and all(a >= b for a, b in zip(high, low))}
+        return tuple(flat[counts] for counts in sorted(flat.keys() - beaten, reverse=True))
 
     def peak_memory(self, sizes: Sequence[float], retained_fraction: float = 1.0) -> tuple[float, ...]:
-        """Returns the peak memory by rank if a micro-batch in flight takes `sizes[stage]`.
-
-        A forward allocates it; a full backward or a backward-weight frees it. After a backward-input
-        `retained_fraction` of it remains: 1 in PyTorch, which keeps the graph until the backward-weight."""
+        """Returns the peak memory by rank if a micro-batch in flight takes `sizes[stage]`. A forward allocates it; a
+        full backward or a backward-weight frees it. After a backward-input `retained_fraction` of it remains: 1 in
+        PyTorch, which keeps the graph until the backward-weight."""
         change = {"F": 1.0, "B": -1.0, "I": retained_fraction - 1.0, "W": -retained_fraction}
         held, most = [0.0] * self.ranks, [0.0] * self.ranks
         for (rank, *_), (stage, kind, *_) in zip(self.instructions, self.actions):
@@ -127,8 +122,6 @@ class PipelineProgram:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Start and end times of every action of a program."""
-
     program: PipelineProgram
     start_times: list[float]
     end_times: list[float]
@@ -212,11 +205,9 @@ def named_program(schedule: str, ranks: int, virtual: int, micro_batches: int) -
 
 
 def step_seconds(schedule: str, ranks: int, virtual: int, micro_batches: int, costs: StageCosts) -> float:
-    """Returns the simulated seconds of a step; simulates only until the schedule reaches its steady state.
-
-    In the steady state every period (one micro-batch, or one round of them) repeats the actions of the previous period.
-    Once all of them are delayed by the same time, they stay so, since their dependencies are delayed equally. Each
-    remaining period then adds that time."""
+    """Returns the simulated seconds of a step; simulates only until the schedule reaches its steady state. In the
+    steady state every period (one micro-batch, or one round of them) repeats the actions of the previous period. Once
+    all of them are delayed by the same time, they stay so, as their dependencies are. Each later one adds that."""
     period = 1 if schedule in ("1f1b", *V_SHAPED) else micro_batches // max(1, micro_batches // ranks)
     max_in_flight = 2 * max(ranks, period)  # upper bound on micro-batches in flight
     simulated = (4 * max_in_flight // period + 2) * period + micro_batches % period
@@ -264,10 +255,6 @@ def _work_by_rank(schedule: str, seconds: Sequence[float], ranks: int) -> Sequen
     return seconds if len(seconds) == ranks else [sum(seconds[rank::ranks]) for rank in range(ranks)]
 
 
-InFlightCounts = tuple[tuple[int, ...], tuple[int, ...]]
-"""Per stage of a rank: micro-batches before their backward, and micro-batches whose weight gradients are pending."""
-
-
 @lru_cache(maxsize=4096)
 def schedule_peak_in_flight(schedule: str, p: int, v: int, r: int, m: int) -> tuple[InFlightCounts, ...]:
     """Returns the candidates for the memory peak of rank `r` of `p` with `v` stages each and `m` micro-batches; at any
@@ -292,14 +279,10 @@ def schedule_peak_in_flight(schedule: str, p: int, v: int, r: int, m: int) -> tu
     return tuple(peaks)
 
 
-def _round_size(p: int, m: int) -> int:
-    return m // max(1, m // p)
-
-
 def _interleaved_in_flight(p: int, v: int, r: int, m: int) -> Iterator[tuple[int, ...]]:
     """Yields the maximal counts. Forwards visit the stages in rounds; after the warm-up forwards and backwards
     alternate, and backwards visit the stages in rounds in reverse order."""
-    size, total = _round_size(p, m), m * v
+    size, total = m // max(1, m // p), m * v  # of a round, of all
     warmup = min(total, (p - 1 - r) * 2 + (v - 1) * size)
     live = [0] * v
     counts: set[tuple[int, ...]] = set()
@@ -317,7 +300,7 @@ def _interleaved_in_flight(p: int, v: int, r: int, m: int) -> Iterator[tuple[int
 
 def _zero_bubble_in_flight(p: int, v: int, r: int, m: int) -> Iterator[InFlightCounts]:
     """Yields the counts: all ranks hold equally many micro-batches, later ranks more with pending weight gradients."""
-    size = _round_size(p, m)
+    size = m // max(1, m // p)
     for extra in {0, size if m > size and v > 1 else 0}:
         live = [size] * v
         live[0], live[-1] = live[0] + extra, live[-1] - extra

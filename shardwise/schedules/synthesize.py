@@ -4,11 +4,10 @@ Stages are seldom even: the first has the embedding, the last the head, and laye
 runs the list scheduler with many priority rules, then improves the best of them by local search. Named schedules that
 fit are candidates too, so the result is never slower in simulation than the best of them. The search budget counts
 simulated actions, not seconds, so every rank of a run finds the same schedule. `make_auto_schedule` states the problem
-of a layout and checks the result with the memory model that every schedule is held to.
-
-The list scheduler starts each action as soon as its inputs have arrived and its rank is free, in one pass in order of
-time. A free rank runs a forward while it is below its in-flight limit and has memory, else a backward, else a
-backward-weight if that fits before the next input arrives."""
+of a layout and checks the result with the memory model that every schedule is held to. The list scheduler starts each
+action as soon as its inputs have arrived and its rank is free, in one pass in order of time. A free rank runs a forward
+while it is below its in-flight limit and has memory, else a backward, else a backward-weight if that fits before the
+next input arrives."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -21,20 +20,13 @@ from random import Random
 from shardwise.console import pluralize
 from shardwise.errors import LayoutError
 from shardwise.layout import AUTO_SCHEDULES, V_SHAPED, Layout, micro_batch_error
-from shardwise.schedules.simulate import (
-    Action,
-    InFlightCounts,
-    PipelineProgram,
-    Simulation,
-    StageCosts,
-    build_program,
-    lower_bound,
-    named_program,
-    simulate,
-)
+from shardwise.schedules import simulate as simulator
+from shardwise.schedules.simulate import Action, InFlightCounts, PipelineProgram, Simulation, StageCosts, build_program
 
 GAP_FRACTIONS = (0.0, 0.5, 1.0)
 TOLERANCE = 2e-3  # the search stops within this fraction of the lower bound
+MAX_TRIES, LIMIT_SHRINK = 6, 0.9
+RankMemoryFn = Callable[[int, tuple[InFlightCounts, ...]], float]  # the bytes that a rank needs with such counts
 
 
 @dataclass(frozen=True)
@@ -46,10 +38,8 @@ class SchedulingProblem:
     micro_batches: int
     activation_sizes: tuple[float, ...] = ()  # memory of a micro-batch in flight, by stage; default 1 for every stage
     memory_limits: tuple[float, ...] = ()  # memory limit by rank; default unlimited
-    # Fraction of the memory held after the backward-input (see `PipelineProgram.peak_memory`); may exceed 1.
-    retained_fraction: float = 1.0
-    # Whether a rank's second stage is as far from the last stage as its first is from the first one.
-    is_v_shaped: bool = False
+    retained_fraction: float = 1.0  # of memory after backward-input (`PipelineProgram.peak_memory`); may exceed 1
+    is_v_shaped: bool = False  # whether a rank's second stage is as far from the last as its first is from the first
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "activation_sizes", tuple(self.activation_sizes) or (1.0,) * self.costs.stages)
@@ -152,8 +142,7 @@ class ListScheduler:
         return stage, at, blocked
 
     def _start(self, kind: str, rank: int, stage: int, now: float) -> None:
-        """Starts an action on the next micro-batch of its kind and stage, and delivers its result to the next action
-        that needs it."""
+        """Starts an action on the next micro-batch of its kind and stage, and delivers its result to where it goes."""
         micro_batch, end, last = self.next[kind][stage], now + self.seconds[kind][stage], len(self.stage_to_rank) - 1
         self.next[kind][stage] += 1
         self.in_flight[rank] += {"F": 1, "W": 0}.get(kind, -1)
@@ -181,7 +170,7 @@ def synthesize(problem: SchedulingProblem, effort: int = 200_000) -> Simulation:
     `effort`: simulated actions to spend on each phase of the search."""
     named = min(named_candidates(problem), key=lambda schedule: schedule.seconds, default=None)
     shape = "zbv" if problem.is_v_shaped else "zero-bubble", problem.ranks, problem.virtual, problem.micro_batches
-    floor = lower_bound(*shape, problem.costs) * (1 + TOLERANCE)
+    floor = simulator.lower_bound(*shape, problem.costs) * (1 + TOLERANCE)
     if named is not None and named.seconds <= floor:
         return named
     found: list[tuple[float, int, PriorityRules, Simulation]] = []
@@ -201,11 +190,10 @@ def synthesize(problem: SchedulingProblem, effort: int = 200_000) -> Simulation:
         best = climbed if named is None or named.seconds >= climbed.seconds else named
     if best is None:
         sizes, limits = (", ".join(f"{x:g}" for x in xs) for xs in (problem.activation_sizes, problem.memory_limits))
-        raise LayoutError(
-            f"no schedule of {pluralize(problem.micro_batches, 'micro-batch')} on {pluralize(problem.ranks, 'rank')} "
-            f"fits in memory: a micro-batch takes {sizes} by stage, and the limits by rank are {limits}; use a smaller "
-            "micro-batch or more activation checkpointing."
-        )
+        what = f"{pluralize(problem.micro_batches, 'micro-batch')} on {pluralize(problem.ranks, 'rank')}"
+        needs = f"a micro-batch takes {sizes} by stage, and the limits by rank are {limits}"
+        remedy = "use a smaller micro-batch or more activation checkpointing"
+        raise LayoutError(f"no schedule of {what} fits in memory: {needs}; {remedy}.")
     best = _merge_backwards(problem, best)
     return best if named is None or best.seconds < named.seconds * (1 - 1e-9) else named
 
@@ -218,10 +206,10 @@ def named_candidates(problem: SchedulingProblem) -> Iterator[Simulation]:
     for name in names if problem.ranks > 1 else ():
         layout = Layout(pipeline=problem.ranks, schedule=name, virtual=problem.virtual)
         if not micro_batch_error(layout, problem.micro_batches):
-            program = named_program(name, problem.ranks, problem.virtual, problem.micro_batches)
+            program = simulator.named_program(name, problem.ranks, problem.virtual, problem.micro_batches)
             if problem.fits(program):
                 # Rebuilt from `order`, which splits forward-backward pairs, so each result is sent at once.
-                yield simulate(build_program(program.order), problem.costs)
+                yield simulator.simulate(build_program(program.order), problem.costs)
 
 
 def _simulate_if_valid(problem: SchedulingProblem, order: dict[int, list[Action]] | None) -> Simulation | None:
@@ -230,7 +218,7 @@ def _simulate_if_valid(problem: SchedulingProblem, order: dict[int, list[Action]
         program = build_program(order) if order is not None else None
     except LayoutError:
         return None
-    return simulate(program, problem.costs) if program is not None and problem.fits(program) else None
+    return simulator.simulate(program, problem.costs) if program is not None and problem.fits(program) else None
 
 
 def _candidate_rules(problem: SchedulingProblem) -> Iterator[PriorityRules]:
@@ -284,13 +272,8 @@ def _climb(problem: SchedulingProblem, rules: PriorityRules, best: Simulation, e
 def _merge_backwards(problem: SchedulingProblem, result: Simulation) -> Simulation:
     """Merges adjacent backward halves where the simulation gets no slower: a full backward is faster than both."""
     order = result.program.order
-    pairs = [
-        (rank, position)
-        for rank, actions in order.items()
-        for position, (a, b) in enumerate(zip(actions, actions[1:]))
-        if a.kind == "I" and b == (a.stage, "W", a.micro_batch, None)
-    ]
-    groups = [pairs]
+    adjacent = [(rank, n, *pair) for rank, row in order.items() for n, pair in enumerate(zip(row, row[1:]))]
+    groups = [[(rank, n) for rank, n, a, b in adjacent if a.kind == "I" and b == (a.stage, "W", a.micro_batch, None)]]
     merged: set[tuple[int, int]] = set()
     while groups:
         group = groups.pop()
@@ -313,15 +296,8 @@ def _merged_order(order: dict[int, list[Action]], positions: set[tuple[int, int]
     return new
 
 
-MAX_TRIES, LIMIT_SHRINK = 6, 0.9
-
-RankMemoryFn = Callable[[int, tuple[InFlightCounts, ...]], float]
-"""Maps a pipeline rank and its in-flight micro-batch counts to the bytes it needs."""
-
-
-def make_auto_schedule(
-    layout: Layout, costs: StageCosts, micro_batches: int, rank_memory: RankMemoryFn, limit: float
-) -> Simulation:
+def make_auto_schedule(layout: Layout, costs: StageCosts, micro_batches: int, rank_memory: RankMemoryFn,
+                       limit: float) -> Simulation:  # fmt: skip
     """Returns the fastest schedule found within `limit` bytes per rank; if none fits, that of the tightest limits."""
     problem = _scheduling_problem(layout, costs, micro_batches, rank_memory, limit)
 
@@ -331,8 +307,7 @@ def make_auto_schedule(
 
     min_memory, limits = _min_memory(problem), problem.memory_limits
     for _ in range(MAX_TRIES):
-        # Never below the minimum, so that synthesize always finds a schedule.
-        tried_limits = tuple(map(max, limits, min_memory))
+        tried_limits = tuple(map(max, limits, min_memory))  # so that synthesize always finds a schedule
         best = synthesize(replace(problem, memory_limits=tried_limits))
         if tried_limits == min_memory or fits(best):
             break
@@ -354,9 +329,8 @@ def _min_memory(problem: SchedulingProblem) -> tuple[float, ...]:
     return build_program(order).peak_memory(problem.activation_sizes, problem.retained_fraction)
 
 
-def _scheduling_problem(
-    layout: Layout, costs: StageCosts, micro_batches: int, rank_memory: RankMemoryFn, limit: float
-) -> SchedulingProblem:
+def _scheduling_problem(layout: Layout, costs: StageCosts, micro_batches: int, rank_memory: RankMemoryFn,
+                        limit: float) -> SchedulingProblem:  # fmt: skip
     """States the problem; a micro-batch's memory is what one more in flight adds in the memory model."""
     sizes, limits, retained_fraction = [0.0] * layout.stage_count, [], 1.0
     for rank in range(layout.pipeline):

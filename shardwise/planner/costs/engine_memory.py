@@ -9,6 +9,7 @@ from math import ceil
 from typing import NamedTuple
 
 from shardwise.layout import Layout
+from shardwise.models.fp8 import MIN_WEIGHTS
 from shardwise.models.gpt_family import DecoderConfig
 from shardwise.models.loss import loss_chunk_size
 from shardwise.parallel.data_parallel import BUCKET_BYTES
@@ -24,7 +25,7 @@ class EngineModel:
 
     def __init__(self, model: DecoderConfig, precision: str, compiled: bool = False):
         """`compiled`: blocks are compiled, and save what AOTAutograd's partitioner chooses."""
-        self.model, self.is_compiled = model, compiled
+        self.model, self.is_compiled, self.use_fp8 = model, compiled, precision == "fp8"
         self.itemsize = {"float64": 8, "float32": 4}.get(precision, 2)
         self.master_itemsize = max(4, self.itemsize)
         self.is_mixed_precision = self.itemsize != self.master_itemsize
@@ -71,8 +72,9 @@ class EngineModel:
         lm_head = next(numel for name, numel in params["head"].items() if name.endswith("project.weight"))
         saved_all = shared + hidden_bytes + 2 * gathered_hidden_bytes + rope_copies + num_up_projections * hidden
         if self.compiles_blocks(layout):
-            # The block's input, the residual after attention, one norm; and gathered matmul inputs.
+            # The block's input, the residual after attention, one norm, rotated keys; and gathered matmul inputs.
             saved_all = shared + 2 * hidden_bytes + (2 * gathered_hidden_bytes - hidden_bytes if t > 1 else 0.0)
+            saved_all += kv / 2 if m.positions == "rotary" else 0.0
         return BlockSizes(
             sizes["embed"], sizes["block"], sizes["head"], lm_head if m.tied else 0,
             largest_param=max(numel for numels in params.values() for numel in numels.values()), lm_head=lm_head,
@@ -82,6 +84,7 @@ class EngineModel:
             saved_common=shared + gathered_inputs,
             pending_weight_grad=num_up_projections * hidden + query + kv + 2 * gathered_hidden_bytes + 4 * hidden_bytes,
             logits=self.master_itemsize * tokens * m.vocab / t, tokens=layout.micro_batch * m.sequence,
+            fp8_weights=sum(numel for numel in params["block"].values() if self.use_fp8 and numel >= MIN_WEIGHTS),
         )  # fmt: skip
 
     def min_memory(self, layout: Layout, ranks: Sequence[StageLayers], micro_batches: int, state_bytes: float) -> float:
@@ -121,6 +124,7 @@ class EngineModel:
         local = 2 * (ids[-1] - ids[0] == 1)  # at the turn of a V-shaped placement
         remote_neighbors = 2 * len(ids) - (ids[0] == 0) - (ids[-1] == last) - local
         buffers = remote_neighbors * k.hidden_bytes * micro_batches + 16 * k.tokens * micro_batches
+        buffers += framework_profile.staging_bytes
         peak = max(peaks.candidate_bytes(in_flight_peaks))
         largest_bucket = max(k.largest_param, min(numel, BUCKET_BYTES / w))
         update = 0.0 if fsdp or layout.data == 1 else w * largest_bucket * (1 + 1 / layout.shard)
@@ -137,7 +141,8 @@ class EngineModel:
                 gradients = 0.0
             else:
                 peak = without_gradients
-        activations = max(peak, update)
+        gathered = min(peak := max(peak, update), peaks.gathered_weights)
+        activations, buffers = peak - gathered, buffers + gathered
         subtotal = weights + gradients + state + activations + buffers
         reserve = framework_profile.fragmentation * subtotal + framework_profile.fixed_bytes
         return RankMemory(weights, gradients, state, activations, buffers, reserve)
@@ -169,6 +174,7 @@ class BlockSizes(NamedTuple):
     pending_weight_grad: float  # bytes of output gradients kept between the halves of a split backward
     logits: float  # bytes of all logits in the master dtype
     tokens: float  # tokens per micro-batch
+    fp8_weights: int  # bytes of a block's 8-bit weights, which its forward saves for the backward
 
 
 class _PeakCandidates:
@@ -182,6 +188,7 @@ class _PeakCandidates:
         # Bytes per weight of the compute copy made in each forward, and of a new gradient before accumulation.
         makes_compute_copy = engine.is_mixed_precision and not self.fsdp and not self.keeps_compute_copy
         self.compute_copy_itemsize = s if makes_compute_copy else 0
+        self.block_copies = self.compute_copy_itemsize * k.block + k.fp8_weights
         self.grad_itemsize = w if not engine.is_mixed_precision else s if self.keeps_compute_copy else s + w
         # Bytes per weight while the weight half of a split backward computes a gradient: the gradient and, in mixed
         # precision, its cast and that of the matrix before, which PyTorch's loop still references.
@@ -189,7 +196,7 @@ class _PeakCandidates:
         self.kept_fraction = 0.0 if layout.recompute == "selective" else layout.kept_fraction
         self.saved_recomputed = k.saved_selective if layout.recompute == "selective" else k.hidden_bytes
         shared = k.saved_common if layout.recompute == "selective" else k.hidden_bytes
-        self.recomputed = max(0.0, k.saved_all - shared) + self.compute_copy_itemsize * k.block
+        self.recomputed = max(0.0, k.saved_all - shared) + self.block_copies
         # FSDP holds the weights of two blocks (one prefetched) while it reduces the previous block's gradients.
         self.gathered_weights = 2 * s * k.block if self.is_zero3 else 0.0
         self.grad_reduce_bytes = 0.0
@@ -207,6 +214,7 @@ class _PeakCandidates:
         if self.engine.compiles_blocks(self.layout):
             # The compiler recomputes the FFN's hidden activation, and holds the gradients of both its inputs at once.
             block += (2 if self.engine.model.activation == "swiglu" else 1) * k.ffn_hidden
+        block += k.ffn_hidden if k.fp8_weights else 0.0  # both operands of a weight gradient in 8 bits, transposed
         # The most that each stage's backward needs.
         backward_bytes = []
         for stage in self.stages:
@@ -229,7 +237,7 @@ class _PeakCandidates:
         """Returns the bytes that a stage saves for the backward of one micro-batch."""
         k, s, w = self.k, self.engine.itemsize, self.engine.master_itemsize
         without_recompute = int(stage.blocks * self.kept_fraction)
-        total = without_recompute * (k.saved_all + self.compute_copy_itemsize * k.block)
+        total = without_recompute * (k.saved_all + self.block_copies)
         total += (stage.blocks - without_recompute) * self.saved_recomputed
         if stage.last and self.layout.pipeline == 1:
             # The fused loss already computed the gradients of its input and weights.
@@ -247,7 +255,7 @@ class _PeakCandidates:
         k, s, w = self.k, self.engine.itemsize, self.engine.master_itemsize
         if stage.first:
             return self.saved_bytes(stage)  # no input gradient: the weight half does the whole backward
-        total = stage.blocks * (k.saved_all + self.compute_copy_itemsize * k.block + k.pending_weight_grad)
+        total = stage.blocks * (k.saved_all + self.block_copies + k.pending_weight_grad)
         if stage.last:
             lm_head_copy = self.compute_copy_itemsize * k.lm_head
             total += k.logits * s / w + 2 * k.gathered_hidden_bytes + k.hidden_bytes + lm_head_copy
@@ -261,6 +269,7 @@ class _PeakCandidates:
             chunk = min(1.0, loss_chunk_size(self.engine.model.vocab) * self.layout.tensor / k.tokens)
             logits = chunk * k.logits * (s / w + (1 if mixed and self.layout.tensor > 1 else 0))
             logits += k.gathered_hidden_bytes + (self.compute_copy_itemsize if mixed else w) * k.lm_head
+            logits += k.lm_head if self.engine.use_fp8 else 0.0  # the head's weights in 8 bits
             return max(logits, (s if self.fsdp and mixed else self.grad_itemsize) * k.lm_head) + gathered
         # Logits upcast for the vocab-parallel softmax; the scaled gradient; the weight gradient.
         upcast = k.logits if mixed and self.layout.tensor > 1 else 0.0

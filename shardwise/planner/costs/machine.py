@@ -47,9 +47,14 @@ class Efficiency:
     jitter: float  # relative step time added by each doubling of the number of domains: waiting for the slowest
     fixed_seconds: float  # seconds added to every step
 
-    # Not fitted; `calibrate` measures them.
+    # Not fitted; `calibrate` or `tune` measures them.
     bulk_memory: float = 0.0  # of the memory bandwidth, in one large operator such as the update; 0: as `memory`
     compiled: float = 0.0  # 1 if blocks were compiled and steps captured as CUDA graphs when the rest was measured
+    low_precision_casts: float = 1.0  # bytes that casts to 8 bits move, relative to reading and writing each once
+    convolution: float = 1.0  # rate of convolutions relative to matmuls of as many FLOPs
+    all_reduce: float = 1.0  # time of an all-reduce of gradients, relative to a reduce-scatter and an all-gather
+    weight_gather: float = 1.0  # time of gathering a block's weights (ZeRO 3), relative to its collective
+    split_backward: float = 1.0  # time of a pipeline with split backward, relative to its parts
     uncontended_speedup: float = 1.0  # how much faster a rank runs while others wait, if processes share cores
 
 
@@ -121,7 +126,7 @@ class Machine:
         """Seconds of forward and backward of fused attention, without its projections."""
         flops = 2.0 * heads * queries * keys * (2 * head_dim + rope_head_dim)
         rate = self.device.peak_flops("bf16" if precision in LOW_PRECISION else precision) * self.efficiency.attention
-        rate *= keys / (keys + 512)  # short sequences do not fill a tile
+        rate *= keys / (keys + (512 if causal else 128))  # short sequences do not fill a tile; those on the diagonal
         rate *= min(1.0, 0.5 + head_dim / 256)
         forward = flops * (0.5 if causal else 1.0) / rate
         return forward, 2.5 * forward / self.efficiency.attention_backward
@@ -187,6 +192,8 @@ class KernelProfile:
     precision: str  # of the matmuls; accumulation and norms have a wider one
     # Bytes moved per logit in forward and backward of the loss; 10 measured for our fused kernel on an H200.
     loss_bytes_per_logit: float = 10.0
+    compiled: bool = False  # whether blocks are compiled
+    adapter_features: float = 0.0  # inputs and outputs of a block's linear layers that have LoRA adapters
 
     @property
     def itemsize(self) -> int:
@@ -215,6 +222,7 @@ class ModuleTime(NamedTuple):
     expert: float = 0.0
     moved_bytes: float = 0.0  # bytes that elementwise operators move in a forward; a backward moves twice as many
     launch_seconds: float = 0.0  # host time to launch a third of the kernels of forward and backward
+    not_recomputed: float = 0.0  # seconds of a forward that a compiled recomputation leaves out
 
     @property
     def traffic(self) -> float:
@@ -250,8 +258,10 @@ class BlockTimeModel:
         heads_moved = 3 * tokens * (shape.query_width + kv_width) / t
         moved = size * (12 * self.hidden_tokens(tokens, t) * shape.width + heads_moved)
         moved += size * tokens * hidden / t * (shape.ffn_matrices + 1)
-        if precision in LOW_PRECISION:  # casts
-            moved += tokens * (4 * shape.width + 2 * (shape.attention_width + hidden) / t)
+        if precision in LOW_PRECISION:
+            moved += e.low_precision_casts * tokens * (4 * shape.width + 2 * (shape.attention_width + hidden) / t)
+        # Adapters are thin matmuls, bound by memory: six passes over inputs and outputs, forward and backward.
+        moved += 2 * size * tokens * self.kernel_profile.adapter_features / t
         elementwise = machine.memory_time(moved)
         forward = sum(linear[0] for linear in linears) + core + elementwise
         backward = sum(seconds for linear in linears for seconds in linear[1:]) + core_backward + 2 * elementwise
@@ -270,7 +280,8 @@ class BlockTimeModel:
             moved += expert_moved
             dispatch_bytes, stride = size * routed_tokens * shape.width, t if degrees.expert > 1 else 1
             expert = 2 * machine.all_to_all(dispatch_bytes, degrees.expert, stride) * (1.0 - e.overlap_expert)
-            kernels += ROUTING_KERNELS + e.expert_kernels * shape.experts / degrees.expert
+            if not self.kernel_profile.compiled:  # which fuses routing, and calls one kernel for all experts
+                kernels += ROUTING_KERNELS + e.expert_kernels * shape.experts / degrees.expert
         tensor = context = 0.0
         if t > 1:
             kernels += 2 * COLLECTIVE_LAUNCHES
@@ -278,7 +289,10 @@ class BlockTimeModel:
         if degrees.context > 1:
             kv_bytes = size * 2 * degrees.micro_batch * shape.sequence * shape.kv_heads * shape.head_dim / t
             context = max(0.0, machine.all_gather(kv_bytes, degrees.context, t) - 0.5 * core)
-        return ModuleTime(forward, backward, weight_grad, tensor, context, expert, moved, kernels * e.kernel_launch)
+        # Nothing needs the output of the last matmul, and elementwise operators are fused into those of the backward.
+        not_recomputed = elementwise + linears[-1][0] if self.kernel_profile.compiled else 0.0
+        times = ModuleTime(forward, backward, weight_grad, tensor, context, expert, moved, kernels * e.kernel_launch)
+        return times._replace(not_recomputed=not_recomputed)
 
     def head(self, degrees: ParallelDegrees) -> ModuleTime:
         """Returns the time of the final norm, logits and loss. The logits' matmul runs in at least 16 bits."""

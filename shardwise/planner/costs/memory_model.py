@@ -15,15 +15,18 @@ class FrameworkProfile:
     weight_bytes: float = 4.0  # of weights that every data rank holds in full
     sharded_weight_bytes: float = 4.0  # of weights that ZeRO 3 shards
     compute_copy_bytes: float = 2.0  # of the low-precision weights kept for the backward of each micro-batch in flight
+    saved_weight_bytes: float = 0.0  # of 8-bit weights that a block saves for the backward of each micro-batch
     gradient_bytes: float = 4.0
     persistent_gradients: bool = False  # whether they are allocated once, not as the backward frees activations
     optimizer_bytes: float = 8.0
     offloaded_bytes: float = 0.0  # of optimizer state in host memory, which an update copies to the device and back
     logits: float = 12.0  # bytes per logit at the loss
+    casts_once: bool = False  # whether a single process keeps the low-precision weights, and updates them once per step
     cast_bytes: float = 16.0  # moved per weight and micro-batch to downcast weights and accumulate gradients
     update_bytes: float = 40.0  # bytes moved per weight in the optimizer update
     fragmentation: float = 0.03  # fraction of memory that the allocator loses to fragmentation
     fixed_bytes: float = 1.5 * 2**30  # driver, kernels and communication buffers
+    staging_bytes: float = 0.0  # of buffers through which offloaded state passes
 
 
 def engine_profile(
@@ -43,9 +46,10 @@ def engine_profile(
     return FrameworkProfile(
         weight_bytes=kept_bytes, sharded_weight_bytes=kept_bytes,
         compute_copy_bytes=trained * (2.0 if is_mixed_precision else 0.0), gradient_bytes=trained * master_itemsize,
-        optimizer_bytes=trained * state_bytes,
+        saved_weight_bytes=1.0 if precision == "fp8" else 0.0, optimizer_bytes=trained * state_bytes,
         logits=12.0 if is_mixed_precision else 2 * master_itemsize,
-        cast_bytes=trained * (16.0 if is_mixed_precision else 0.0), update_bytes=trained * 10 * master_itemsize,
+        casts_once=is_mixed_precision, cast_bytes=trained * (16.0 if is_mixed_precision else 0.0),
+        update_bytes=trained * 10 * master_itemsize,
     )  # fmt: skip
 
 
@@ -55,9 +59,9 @@ class RankMemory(NamedTuple):
     weights: float
     gradients: float
     optimizer: float
-    activations: float
-    buffers: float
-    reserve: float
+    activations: float  # and what their backward needs beside them
+    buffers: float  # weights that ZeRO 3 gathers, what pipeline stages receive, the batch
+    reserve: float  # what the allocator cannot use; driver, kernels and communication
 
     @property
     def total(self) -> float:
@@ -99,7 +103,7 @@ class MemoryInputs:
 
 
 def block_activation_bytes(
-    shape: ModelShape, itemsize: int, layout: Layout, sparse: bool
+    shape: ModelShape, itemsize: int, layout: Layout, sparse: bool, compiled: bool = False, adapters: bool = False
 ) -> tuple[float, float, float]:
     """Returns the bytes a block saves for one micro-batch's backward: with no, selective and full recomputation."""
     t, tokens = layout.tensor, layout.micro_batch * shape.sequence / layout.context
@@ -115,8 +119,19 @@ def block_activation_bytes(
     saved += itemsize * tokens * ffn_hidden * num_saved / t
     if sparse:
         saved += itemsize * tokens * shape.experts_per_token / t * (2 * shape.width + num_saved * shape.expert_ffn)
+    if compiled:  # without norms and activation functions, unless adapters need them as inputs
+        heads = (shape.query_width + kv) * (1.5 if adapters else 1.0) + shape.attention_width
+        hidden, num_kept = float(ffn_hidden), shape.ffn_matrices - 1 + (adapters or sparse)
+        if sparse:
+            hidden += shape.experts_per_token * shape.expert_ffn
+            heads += 4 * shape.experts_per_token * shape.width  # in and out of the experts, sorted by expert and not
+        saved = itemsize * (tokens * (heads + num_kept * hidden) / t + (5 if adapters else 3) * hidden_numel)
+        saved += itemsize * matmul_inputs if t > 1 else 0.0
     matmul_outputs = shape.query_width + kv + shape.attention_width + (shape.ffn_matrices - 1) * ffn_hidden
-    selective = itemsize * (3 * hidden_numel + (2 * matmul_inputs if t > 1 else 0) + tokens * matmul_outputs / t)
+    selective = itemsize * (3 * hidden_numel + (4 * matmul_inputs if t > 1 else 0) + tokens * matmul_outputs / t)
+    if layout.context > 1:  # what ring attention and Ulysses keep of their parts, as in dry runs
+        saved += itemsize * (tokens * shape.query_width / t + matmul_inputs / 2)
+        selective += itemsize * (1.5 * tokens * shape.query_width / t + matmul_inputs / 2)
     return saved, selective, itemsize * hidden_numel
 
 
@@ -143,8 +158,9 @@ def rank_memory(
         buffers += micro_batches * neighbours * inputs.recv_buffer_bytes
     # The loss's backward ends before any block is recomputed.
     extra = max(inputs.recomputed_per_block, inputs.logits) if stage.last else inputs.recomputed_per_block
-    activations = in_flight * stage.blocks * inputs.saved_per_block + extra + 4 * inputs.hidden_bytes
-    optimizer = profile.optimizer_bytes * own_weights
+    saved = inputs.saved_per_block + inputs.kept_fraction * profile.saved_weight_bytes * inputs.block_weights
+    activations = in_flight * stage.blocks * saved + extra + 4 * inputs.hidden_bytes
+    optimizer, buffers = profile.optimizer_bytes * own_weights, buffers + profile.staging_bytes
     if layout.pipeline == 1 and micro_batches == 1 and not profile.persistent_gradients:
         gradients = max(0.0, gradients - activations)  # gradients are allocated as activations are freed
     subtotal = weights + gradients + optimizer + activations + buffers

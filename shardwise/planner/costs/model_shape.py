@@ -132,7 +132,7 @@ class OperatorListModel(ModelShape):
 
     # Returns the modules' costs for a micro-batch size and, if the model has several heads, a tensor degree.
     make_operators: Callable[..., tuple[OperatorCosts, ...]]
-    tables: Sequence[TableSpec] = ()  # embedding tables in host memory
+    tables: Sequence[TableSpec] = ()  # embedding tables
     has_ends: bool = False  # if so, they are the first and the last module
 
     @property

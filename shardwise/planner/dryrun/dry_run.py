@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.cluster import CLUSTERS
-from shardwise.console import align_columns, format_ranks, pluralize
+from shardwise.console import align_columns, fit_columns, format_ranks, pluralize
 from shardwise.data.make_sources import synthetic_source
 from shardwise.data.sample_stream import Samples, job_stream
 from shardwise.errors import JobError, LayoutError, RunError
@@ -359,8 +359,8 @@ def describe_reports(reports: Sequence[RankReport]) -> str:
         contents = ", ".join(pluralize(count, "layer") if kind == "block" else kind for kind, count in groups)
         sizes = [_format_gib(size) for size in (*(report.memory[role] for role in ROLES), report.total)]
         rows.append([str(report.rank), " ".join(map(str, report.stages)), contents, *sizes, report.peak_phase])
-    lines += ["Peak memory per rank, GiB", *align_columns(rows, left=(1, 2, len(ROLES) + 4))]
-    lines += ["copies: weights in the compute dtype. buffers: communication buffers, samples, everything else.", ""]
+    lines += ["Peak memory per rank, GiB", *fit_columns(rows, left=(1, 2, len(ROLES) + 4))]
+    lines += ["copies: weights cast for computing, or rows of them. buffers: communication, samples and the rest.", ""]
     return "\n".join([*lines, "Communication per rank and step", *align_columns(_traffic_rows(reports), left=(0, 1))])
 
 
