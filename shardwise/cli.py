@@ -11,12 +11,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 from typer import Argument, Option
 
 from shardwise import __version__, cli_commands, quick_import
 from shardwise.cli_commands import Commands, JobFile, JsonFlag, LayoutOption, Overrides
-from shardwise.console import Answer, print_answer, print_line
+from shardwise.console import Answer, make_table, print_answer, print_line
 from shardwise.errors import EXIT_UNFINISHED, JobError, ShardwiseError
 from shardwise.job import Job, load_job
 
@@ -121,9 +120,9 @@ def verify(
     if against is not None:
         return command.compare_with_transformers(command.shrink_model(job) if shrink else job)  # type: ignore[no-any-return]
 
-    console = Console()
     columns = ("layout", "loss", "grad norm", "gradients", "weights", "verdict")
-    table = Table(*columns, title="relative error against the single-process reference")
+    table = make_table("relative error against the single-process reference", columns, numbers=True)
+    table.columns[0].justify = "left"
 
     def show(record: Any) -> None:
         if as_json:
@@ -136,7 +135,7 @@ def verify(
 
     records = command.verify_job(job_file, overrides or [], layout or [], shrink, steps, show)
     if not as_json:
-        console.print(table)
+        Console().print(table, command.ERROR_NOTE, highlight=False)
     failed = [record for record in records if not record.ok]
     for record in failed if not as_json else ():
         print_answer(record.describe())
@@ -195,11 +194,17 @@ def calibrate(
     out: Annotated[Path, Option("--out", "-o", help="Cluster file to write (TOML).")] = Path("cluster.toml"),
     processes: Annotated[int, Option(min=1, help="Number of CPU processes to measure with; unused on GPUs.")] = 2,
     device: Annotated[str, Option(help="Device to measure: auto, cpu or cuda.")] = "auto",
-) -> Answer:
-    """Measures this machine for the planner. Pass the file to `plan` as --cluster."""
+) -> Answer | None:
+    """Measures this machine for the planner. Pass the file to `plan` as --cluster.
+
+    Under torchrun or srun, measures that world: its devices, links within nodes and between them."""
+    from shardwise.launch.cluster_environment import detect
     from shardwise.planner.calibrate import calibrate_to_file
 
-    text = calibrate_to_file(out, processes, device)
+    in_world = (detect().world_size or 1) > 1
+    text = cli_commands.calibrate_world(out, device) if in_world else calibrate_to_file(out, processes, device)
+    if text is None:
+        return None
     return Answer({"file": str(out), **tomllib.loads(out.read_text(encoding="utf-8"))}, text)
 
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from typer import Argument, Exit, Option
 
 from shardwise import quick_import
-from shardwise.console import Answer, elapsed_shown, fill_in, print_answer, print_line, quietly
+from shardwise.console import Answer, elapsed_shown, fill_in, format_seconds, print_answer, print_line, quietly
 from shardwise.errors import DataError, JobError
 from shardwise.files import malformed_as_data_error, require_parent_folder, write_text
 from shardwise.job import load_job
@@ -176,6 +176,26 @@ def sweep(
     return Answer(rows, f"best:       {best.name}, loss {best.loss:.4f} at step {best.step}, {best.folder}")
 
 
+def tune(
+    job_file: JobFile = None,
+    overrides: Overrides = None,
+    top: Annotated[int, Option(min=1, help="Number of layouts to measure.")] = 8,
+    minutes: Annotated[float, Option(min=0.1, help="Time for all of them.")] = 5.0,
+    processes: Annotated[int | None, Option(min=1, help="Processes; default: one for each device or core.")] = None,
+    out: Annotated[Path | None, Option("--out", "-o", help="Folder to write; default: runs/tune-JOB.")] = None,
+) -> Answer:
+    """Trains the planner's best layouts on this machine for a few steps each and keeps the fastest.
+
+    Writes a job with that layout, a cluster file that makes later plans better, and a page."""
+    job = load_job(job_file, [*(overrides or []), *[f"run.processes={processes}"] * bool(processes)])
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    module = quick_import("shardwise.launch.tune")
+    out = out or Path("runs", f"tune-{job_file.stem if job_file else 'job'}")
+    found = module.tune_job(job, top, minutes, out, print_line)
+    text = Path(module.__file__).parent / "templates" / "tune.txt"
+    return Answer(found, fill_in(text, found | {"format_seconds": format_seconds}))
+
+
 def preflight(folder: Path) -> Answer | None:
     """Measures the world of this process, or this machine; exits with 1 if something is slow."""
     found = quick_import("shardwise.launch.where")
@@ -187,6 +207,20 @@ def preflight(folder: Path) -> Answer | None:
     if not environment.is_main:
         return None
     return Answer({"ranks": measured, "problems": problems}, found.preflight_text(measured), not problems)
+
+
+def calibrate_world(out: Path, device: str) -> str | None:
+    """Measures the world of this process; the first rank writes the cluster file and says what was measured."""
+    worker, module = quick_import("shardwise.launch.worker"), quick_import("shardwise.planner.calibrate")
+    from shardwise.job import make_job
+    from shardwise.launch.cluster_environment import detect
+
+    require_parent_folder(out)
+    environment, job = detect(), make_job({"run": {"device": device}})
+    environment.export()
+    own = worker.init_distributed(environment.world_size, job)
+    cluster = module.calibrate_world(own, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    return str(module.write_calibrated(cluster, out)) if environment.is_main else None
 
 
 StepOption = Annotated[str, Option(help="Checkpoint: a step, or best; default: the newest.")]
@@ -327,7 +361,8 @@ def trace(
 
 
 COMMANDS: dict[str, Any] = {
-    function.__name__: function for function in (init, where, submit, sweep, watch, report, compare, trace, sample)
+    function.__name__: function
+    for function in (init, where, submit, sweep, tune, watch, report, compare, trace, sample)
 }
 COMMANDS |= {"env": where, "eval": evaluate, "export": export, "merge": merge, "drift": drift}
 laws = Commands(

@@ -1,10 +1,8 @@
 """Which cluster this process was started in, and its place there, read from options and environment variables.
 
 A process is one *rank* of a world that somebody else created, one *node* on which our agent starts the ranks, or on its
-own. `detect` tries one after the other, in the order of docs/how-to/clusters.md.
-
-If --node says one node and the scheduler another, that is an error: most often a shell expanded a variable too early.
-"""
+own. `detect` tries one after the other, in the order of docs/how-to/clusters.md. If --node says one node and the
+scheduler another, that is an error: mostly, a shell expanded a variable too early."""
 
 import os
 import re
@@ -16,12 +14,10 @@ from shardwise.errors import JobError
 from shardwise.workers.nodes import Node
 
 # Variables with the index of this node, the number of nodes, and the address of node 0.
-NODE_VARIABLES = {
-    "Kubeflow": ("PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR"),
-    "Slurm": ("SLURM_NODEID", "SLURM_STEP_NUM_NODES", ""),
-    "SkyPilot": ("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS"),
-    "Kubernetes": ("JOB_COMPLETION_INDEX", "", ""),
-}
+NODE_VARIABLES = {"Kubeflow": ("PET_NODE_RANK", "PET_NNODES", "PET_MASTER_ADDR"),
+                  "Slurm": ("SLURM_NODEID", "SLURM_STEP_NUM_NODES", ""),
+                  "SkyPilot": ("SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS"),
+                  "Kubernetes": ("JOB_COMPLETION_INDEX", "", "")}  # fmt: skip
 LONE_VARIABLES = {"pod of an Indexed Job": "JOB_COMPLETION_INDEX", "worker of Ray": "RAY_JOB_ID"}
 Variables = Mapping[str, str]
 
@@ -70,13 +66,8 @@ def detect(
     node: str | None = None, address: str | None = None, variables: Variables = os.environ
 ) -> ClusterEnvironment:
     """Returns the environment of this process. `node` and `address`: the options; raises JobError on a conflict."""
-    found = (
-        _explicit(node, address, variables)
-        or _torchrun(variables)
-        or _node_of("Kubeflow", variables, address)
-        or _slurm_task(variables)
-        or _node_of("SkyPilot", variables, address)
-    )
+    found = _explicit(node, address, variables) or _torchrun(variables) or _node_of("Kubeflow", variables, address)
+    found = found or _slurm_task(variables) or _node_of("SkyPilot", variables, address)
     if found is not None and found.node is not None:
         _check_agreement(found.node, variables)
     lone = [ClusterEnvironment(name, {key: variables[key]}) for name, key in LONE_VARIABLES.items() if key in variables]
@@ -118,9 +109,8 @@ def _slurm_task(variables: Variables) -> ClusterEnvironment | None:
     world_size = _integer(variables, "SLURM_STEP_NUM_TASKS", 1)
     if world_size < 2:
         return None
-    counts = list[int]()  # of the tasks on each node, of a text such as 2(x3),1
-    for count, repeats in re.findall(r"(\d+)(?:\(x(\d+)\))?", variables.get("SLURM_STEP_TASKS_PER_NODE", "1")):
-        counts += [int(count)] * int(repeats or 1)
+    parts = re.findall(r"(\d+)(?:\(x(\d+)\))?", variables.get("SLURM_STEP_TASKS_PER_NODE", "1"))  # such as 2(x3),1
+    counts = [int(count) for count, repeats in parts for _ in range(int(repeats or 1))]  # of the tasks on each node
     local = _integer(variables, "SLURM_LOCALID"), counts[_integer(variables, "SLURM_NODEID") % len(counts)]
     names = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_NODEID", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
     source = {name: variables[name] for name in names if name in variables}

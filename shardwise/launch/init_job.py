@@ -33,11 +33,9 @@ def write_job(out: Path, given: Mapping[str, str | None], ask: Any) -> Iterator[
     if answers["task"] in ("continue", "tune") and not start.is_dir() and not parse_url(answers["model"]):
         raise JobError(f"--model {answers['model']}: no such folder; it needs a Hugging Face folder or a run.")
     classes = data / "train" if (data / "train").is_dir() else data
-    found = {
-        "source": answers["data"] and source_by_name(str(next(walk_files(data), answers["data"])))[0],
-        "classes": (sum(one.is_dir() for one in classes.iterdir()) if classes.is_dir() else 0) or 10,
-        "is_run": (start / "job.toml").is_file(),
-    }
+    found = {"source": answers["data"] and source_by_name(str(next(walk_files(data), answers["data"])))[0],
+             "classes": (sum(one.is_dir() for one in classes.iterdir()) if classes.is_dir() else 0) or 10,
+             "is_run": (start / "job.toml").is_file()}  # fmt: skip
     text = fill_in(TEMPLATES / f"init-{answers['task']}.toml", {"out": str(out), **answers, **found})
     make_job(parse_toml(text), str(out))
     write_text(out, text + "\n")

@@ -152,7 +152,7 @@ def _start_run(job: Job, say: Say, options: StartOptions, fork_server: ForkServe
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world // nodes))
         local_machine.require_memory(job, 4 * STATE_COPIES, local_ranks, local_ranks / layout.world)
         check_host_memory(prepared, local_machine.host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", layout.world)))
-        data_record, sources, events = _open_data(prepared, resumed, options)
+        data_record, sources, events = open_data(prepared, resumed, options)
         if options.check is not None and environment.is_main:
             options.check(prepared, say)
         folder = _open_folder(job, resumed, layout, environment)
@@ -197,7 +197,7 @@ def _own(folder: RunFolder, say: Say, fork_server: ForkServer | None, ownership:
     return store
 
 
-def _open_data(
+def open_data(
     prepared: Prepared, resumed: RunFolder | None, options: StartOptions
 ) -> tuple[DataRecord, Sources, list[tuple[str, str]]]:
     """Opens the data before the workers start, to report problems early and to tokenize once. Returns the record of

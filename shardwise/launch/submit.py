@@ -26,13 +26,10 @@ from shardwise.layout import Layout
 from shardwise.object_store import parse_url
 
 # Of each kind: its template, the suffix of the file that is written, and the command that takes it.
-KINDS = {
-    "slurm": ("slurm.sbatch", ".sbatch", ["sbatch", "--parsable"]),
-    "k8s": ("kubernetes.yaml", ".yaml", ["kubectl", "apply", "-f"]),
-    "trainjob": ("trainjob.yaml", ".yaml", ["kubectl", "apply", "-f"]),
-    "ray": ("ray.py.txt", ".ray.py", [sys.executable]),
-    "ssh": ("ssh.sh", ".ssh.sh", ["bash"]),
-}
+KINDS = {"slurm": ("slurm.sbatch", ".sbatch", ["sbatch", "--parsable"]),
+         "k8s": ("kubernetes.yaml", ".yaml", ["kubectl", "apply", "-f"]),
+         "trainjob": ("trainjob.yaml", ".yaml", ["kubectl", "apply", "-f"]),
+         "ray": ("ray.py.txt", ".ray.py", [sys.executable]), "ssh": ("ssh.sh", ".ssh.sh", ["bash"])}  # fmt: skip
 POD_SETTINGS = ("run.rejoin_timeout=900", "run.join_timeout=1800")  # a pod may wait for a machine
 MINUTES = {"m": 1, "h": 60, "d": 24 * 60}
 Values = dict[str, Any]
@@ -80,10 +77,9 @@ class Submission:
         for setting in (*self.settings, f"run.folder={folder}", *(POD_SETTINGS if in_pods else ())):
             train += ["--set", setting]
         train += ["--continue"]
-        values: Values = options | {
-            "name": self.name, "train": shlex.join(train), "folder": shlex.quote(os.getcwd()),
-            "log": f"{self.name}-%j.log", "values": None, "last_index": None, "array_settings": "",
-        }  # fmt: skip
+        values: Values = options | {"name": self.name, "train": shlex.join(train), "folder": shlex.quote(os.getcwd()),
+                                    "log": f"{self.name}-%j.log", "values": None, "last_index": None,
+                                    "array_settings": ""}  # fmt: skip
         if in_pods:
             values |= {"job": self.job_file.read_text().rstrip(), "train": json.dumps(train)}
             values |= {"secret": secrets.token_hex(32), "image": json.dumps(options["image"])}

@@ -1,9 +1,8 @@
 """`shardwise sweep`: trains a job once for each combination of values, and stops the hopeless runs early.
 
 Successive halving (Jamieson and Talwalkar 2016, arXiv:1502.07943): all runs train for a part of the steps, the better
-half for twice as many, and so on. A run that goes on is resumed, so no step is taken twice, and its learning rate
-schedule is that of the whole run throughout. All runs see the same samples in the same order (the seed decides), so
-their losses at a step can be compared."""
+half for twice as many, and so on. A run that goes on is resumed, so no step is taken twice, with the learning rates of
+the whole run. All runs see the same samples in the same order (the seed decides), so losses at a step compare."""
 
 import math
 import signal
@@ -35,8 +34,6 @@ def parse_values(text: str, option: str) -> tuple[str, list[str]]:
 
 @dataclass
 class Trial:
-    """One run of a sweep."""
-
     settings: list[str]  # KEY=VALUE
     folder: Path
     loss: float = math.nan
@@ -68,15 +65,13 @@ def make_trials(job_file: Path, overrides: list[str], over: list[str], out: Path
     trials = []
     for values in product(*(values for _, values in keys)):
         settings = [f"{key}={value}" for (key, _), value in zip(keys, values, strict=True)]
-        folder = out / ",".join(settings).replace("/", "_")
         load_job(job_file, [*overrides, *settings])
-        trials.append(Trial(settings, folder))
+        trials.append(Trial(settings, out / ",".join(settings).replace("/", "_")))
     return trials
 
 
-def run_sweep(
-    job_file: Path, overrides: list[str], over: list[str], out: Path, parallel: int, halve: bool, say: Say
-) -> list[Trial]:
+def run_sweep(job_file: Path, overrides: list[str], over: list[str], out: Path, parallel: int, halve: bool,
+              say: Say) -> list[Trial]:  # fmt: skip
     """Trains all runs, the best ones to the end; returns them, best first."""
     trials = make_trials(job_file, overrides, over, out)
     total = load_job(job_file, overrides).total_steps

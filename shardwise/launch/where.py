@@ -1,10 +1,8 @@
 """The place of a process in its cluster: `shardwise where` describes it, `shardwise doctor --preflight` measures it.
 
 `where` shows the cluster, devices, links and storage: what a bug report needs first. `--preflight` measures every
-device, disk, clock and link of a world before a long run. Start it as the run will be started, for example `srun
---ntasks-per-node=8 shardwise doctor --preflight` or `torchrun ... -m shardwise doctor --preflight`; alone, it measures
-this machine. All ranks measure at the same time. For the links they pair up, in other pairs each round, until every
-pair was measured or time is up."""
+device, disk, clock and link of a world before a long run (docs/how-to/clusters.md). All ranks measure at once; links in
+other pairs each round, until all were measured or time is up."""
 
 import os
 import shutil
@@ -45,11 +43,9 @@ def describe_place(environment: ClusterEnvironment, folder: Path) -> dict[str, A
         "node": None if node is None else {"index": node.index, "count": node.count, "address": node.endpoint},
         "host": socket.gethostname(), "cores": os.cpu_count(), "memory_bytes": host_memory(),
         "devices": [{"name": gpu, "memory_bytes": memory}] * torch.cuda.device_count(),
-        "links": [
-            {"name": name, "addresses": [one.address for one in found if one.family != psutil.AF_LINK],
-             "megabits_per_s": states[name].speed}
-            for name, found in psutil.net_if_addrs().items() if name in states and states[name].isup
-        ],
+        "links": [{"name": name, "addresses": [one.address for one in found if one.family != psutil.AF_LINK],
+                   "megabits_per_s": states[name].speed}
+                  for name, found in psutil.net_if_addrs().items() if name in states and states[name].isup],
         "infiniband": {path.parts[-4]: path.read_text().strip()
                        for path in sorted(Path("/sys/class/infiniband").glob("*/ports/*/rate"))},
         "storage": _storage(folder.absolute()), "software": describe_software(),

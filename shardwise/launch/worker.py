@@ -47,7 +47,7 @@ def main(arguments: list[str], **options: Any) -> None:
 
 def run_worker(
     folder: RunFolder, layout: Layout, resume: bool, store: str | None = None,
-    standby_gate: Callable[[], None] | None = None, snapshots: str = "",
+    standby_gate: Callable[[], None] | None = None, snapshots: str = "", loop: type[TrainingLoop] = TrainingLoop,
 ) -> None:  # fmt: skip
     """Trains as the rank given by the environment. Records an error in the run folder, then raises it.
 
@@ -71,7 +71,7 @@ def run_worker(
     try:
         prepared = prepared or prepare(folder.job(), layout)
         device = init_distributed(layout.world, prepared.job, store)
-        TrainingLoop(prepared, folder, device, resume, stop, heartbeat.set_phase, engine, snapshots).run()
+        loop(prepared, folder, device, resume, stop, heartbeat.set_phase, engine, snapshots).run()
     except BaseException as error:  # noqa: BLE001 - includes KeyboardInterrupt and DCP's BaseExceptions
         is_expected = isinstance(error, ShardwiseError)
         if not is_expected:
