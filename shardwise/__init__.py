@@ -17,16 +17,15 @@ from typing import Any
 
 __version__ = "0.2.0"
 
-_PUBLIC_NAMES = {
-    "Callback": "shardwise.adapters.task", "Engine": "shardwise.parallel.engine", "Family": "shardwise.models.family",
-    "Job": "shardwise.job", "Layout": "shardwise.layout", "ModelConfig": "shardwise.models.config",
-    "Prepared": "shardwise.parallel.prepare", "Samples": "shardwise.data.sample_stream",
-    "ShardwiseError": "shardwise.errors", "StepResult": "shardwise.step", "Task": "shardwise.adapters.task",
-    "Trainer": "shardwise.trainer", "UserError": "shardwise.errors", "VerifyResult": "shardwise.verify.parity",
-    "attention": "shardwise.adapters.split_attention", "load_job": "shardwise.job",
-    "parallelize": "shardwise.parallel.parallelize", "positions": "shardwise.adapters.split_attention",
-    "prepare": "shardwise.parallel.prepare",
-}  # fmt: skip
+_PUBLIC_NAMES = {"Callback": "shardwise.adapters.task", "Engine": "shardwise.parallel.engine",
+                 "Family": "shardwise.models.family", "Job": "shardwise.job", "Layout": "shardwise.layout",
+                 "ModelConfig": "shardwise.models.config", "Prepared": "shardwise.parallel.prepare",
+                 "Samples": "shardwise.data.sample_stream", "ShardwiseError": "shardwise.errors",
+                 "StepResult": "shardwise.step", "Task": "shardwise.adapters.task", "Trainer": "shardwise.trainer",
+                 "UserError": "shardwise.errors", "VerifyResult": "shardwise.verify.parity",
+                 "attention": "shardwise.adapters.split_attention", "load_job": "shardwise.job",
+                 "parallelize": "shardwise.parallel.parallelize", "positions": "shardwise.adapters.split_attention",
+                 "prepare": "shardwise.parallel.prepare"}  # fmt: skip
 __all__ = [*_PUBLIC_NAMES, "__version__"]
 
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import signal
 import sys
 import time
@@ -88,14 +89,16 @@ def format_count(number: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Returns `12.3 ms`, `4.56 s`, `7:08 min` or `1:02:03`."""
+    """Returns `12.3 ms`, `4.56 s`, `7:08 min`, `1:02:03 h` or `9.5 days`."""
     if not math.isfinite(seconds):
         return "unknown"
     if seconds < 60:
         return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d} min"
+    if hours >= 48:
+        return f"{seconds / 86400:,.1f} days"
+    return f"{hours}:{minutes:02d}:{rest:02d} h" if hours else f"{minutes}:{rest:02d} min"
 
 
 def signal_name(number: int) -> str:
@@ -107,6 +110,32 @@ def format_ranks(ranks: Sequence[int]) -> str:
     """Returns `rank 3` or `ranks 0, 1 and 3`."""
     *most, last = map(str, ranks)
     return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"
+
+
+def make_table(title: str, columns: Sequence[str], numbers: bool = False) -> Any:
+    """Returns a table of rich that cuts nothing off; on a narrow terminal without lines, which take much of its width.
+    `numbers`: aligned at the right, below headers that may be shortened."""
+    from rich import box, console, table  # only a few commands need it
+
+    is_narrow = (width := console.Console().width) < 80
+    made = table.Table(title=title, collapse_padding=width < 100, box=None if is_narrow else box.HEAVY_HEAD)
+    for column in columns:
+        words = [word[:5] + "." if is_narrow and numbers and len(word) > 8 else word for word in column.split(" ")]
+        made.add_column(" ".join(words), justify="right" if numbers else "left", overflow="fold")
+    return made
+
+
+def fit_columns(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:
+    """Returns the rows of a table as lines. If the terminal is too narrow, rows become columns, as many as fit."""
+    lines, width = align_columns(rows, left), shutil.get_terminal_size((0, 0)).columns - 2  # for an indent
+    if width < 0 or max(map(len, lines)) <= width:
+        return lines
+    for count in range(len(rows) - 1, 0, -1):
+        parts = [rows[first : first + count] for first in range(1, len(rows), count)]
+        lines = [line for part in parts for line in align_columns([*zip(rows[0], *part, strict=True)], left=(0,))]
+        if max(map(len, lines)) <= width:
+            break
+    return lines
 
 
 def align_columns(rows: Sequence[Sequence[str]], left: Sequence[int] = ()) -> list[str]:

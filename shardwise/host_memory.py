@@ -11,8 +11,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-ALIGNMENT = 64
-PAGE = 4096
+ALIGNMENT, PAGE = 64, 4096
 PART = 1 << 28  # bytes that are worth a thread
 Entry = tuple[str, str, list[int], int]  # name, dtype, shape, offset
 
@@ -56,9 +55,8 @@ def checksum(buffer: Tensor) -> int:
 
 
 def page_lock(buffer: Tensor) -> None:
-    """Page-locks a buffer, so that a GPU copies to it at the full speed of the bus; harmless if that fails.
-
-    Several threads touch the pages first, without changing them, because the driver would do so one by one."""
+    """Page-locks a buffer, so that a GPU copies to it at the full speed of the bus; harmless if that fails. Several
+    threads touch the pages first, without changing them, because the driver would do so one by one."""
     if buffer.is_pinned():
         return
     with ThreadPoolExecutor(num_threads(buffer.numel())) as pool:

@@ -13,7 +13,7 @@ import tomli_w
 from pydantic import Field, SerializeAsAny, ValidationError, field_validator
 
 from shardwise.console import format_count
-from shardwise.errors import JobError, LayoutError, shorten, suggest
+from shardwise.errors import JobError, LayoutError, job_hint, shorten, suggest
 from shardwise.files import parse_toml
 from shardwise.layout import Layout, divisible_batch
 from shardwise.models.config import ConfigSection, Count, ModelConfig
@@ -21,11 +21,11 @@ from shardwise.models.family import Family
 from shardwise.models.gpt_family import DecoderConfig
 from shardwise.models.pretrained_config import mask_token, tokenizer_size
 from shardwise.models.registry import families, family_name, family_of, named_family, parse_model
-from shardwise.peer_words import job_hint
 
 _COMPRESSION = re.compile(r"|fp16|bf16|int8|onebit|topk:0?\.\d{0,9}[1-9]\d{0,9}|powersgd(:rank=[1-9]\d{0,4})?")
 _REPLACED_KEYS = {"batch.samples": "tokens", "batch.tokens": "samples", "steps": "tokens", "tokens": "steps"}
 _GATE = re.compile(r"\s*(<=|>=|<|>)\s*([-+]?[\d.]+(?:e[-+]?\d+)?)\s*", re.IGNORECASE)
+TrackerName = Literal["", "csv", "tensorboard", "wandb", "prometheus", "mlflow"]
 
 
 class DataConfig(ConfigSection):
@@ -90,6 +90,7 @@ class OptimizerConfig(ConfigSection):
 
 class EmbeddingTablesConfig(ConfigSection):
     sharding: Literal["auto", "table", "row"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     optimizer: Literal["adagrad", "adam"] = "adagrad"
     lr_multiplier: float = Field(1.0, gt=0.0)
     cached_rows: Count = Field(0, ge=0, le=10**10)
@@ -202,9 +203,6 @@ class RunConfig(ConfigSection):
     max_corruptions: int = Field(3, ge=0)
 
 
-TrackerName = Literal["", "csv", "tensorboard", "wandb", "prometheus", "mlflow"]
-
-
 class Job(ConfigSection):
     """One training job, checked, with every default filled in; `job.toml` in the run folder shows them all."""
 
@@ -289,9 +287,7 @@ class Job(ConfigSection):
 
     def should_compile(self, device: str, layout: Layout) -> bool:
         """Whether to compile blocks on a device of this type."""
-        if self.compile == "auto":
-            return device == "cuda" and not layout.has_split_backward
-        return self.compile
+        return device == "cuda" and not layout.has_split_backward if self.compile == "auto" else self.compile
 
     @property
     def total_steps(self) -> int:
@@ -343,7 +339,9 @@ def make_job(values: Mapping[str, Any], origin: str = "the job") -> Job:
         except ValidationError as error:
             problems = [{**problem, "loc": ("model", *problem["loc"])} for problem in error.errors()]
         except ValueError as error:
-            problems = [{"type": "value_error", "loc": ("model",), "msg": str(error)}]
+            problems = [{"type": "value_error", "loc": ("model",), "msg": str(error), "input": None}]
+            if "flavor" in model:  # torchtitan's half of a name
+                problems.append({"type": "extra_forbidden", "loc": ("model", "flavor"), "input": model["flavor"]})
     if problems:
         values = {key: value for key, value in values.items() if key != "model"}
     try:
@@ -397,30 +395,37 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
 def describe_problems(problems: Sequence[Any], family: str) -> list[str]:
     """Returns pydantic's errors as one sentence per key; `family`: that of the job's model."""
     messages: dict[str, list[str]] = {}
-    for problem in problems:
+    for index, problem in enumerate(problems := list(problems)):
+        if problem["type"] == "extra_forbidden" and isinstance(problem["input"], Mapping):
+            # Another framework's section, perhaps: its keys follow, if its answer does not answer them too.
+            told = job_hint(str(problem["loc"][-1])) or "there is no such section"
+            keys = [{**problem, "loc": (*problem["loc"], k), "input": v} for k, v in problem["input"].items()
+                    if told.startswith("there is no") or job_hint(k, v) or isinstance(v, Mapping)]  # fmt: skip
+            problems[index + 1 : index + 1] = keys
         path, _, message = _format_problem(problem, family).partition(": ")
-        messages.setdefault(path, []).append(message)
+        if message not in messages.setdefault(path, []):
+            messages[path].append(message)
     # Pydantic reports each member of a union type as its own problem; join them into one sentence.
     joined = {path: ", or ".join([*(t.rstrip(".") for t in texts[:-1]), texts[-1]]) for path, texts in messages.items()}
     return [f"{path}: {text}".removesuffix(": ") for path, text in joined.items()]
 
 
 def _format_problem(problem: Any, family: str) -> str:
-    """Returns a pydantic error as a sentence; `family` is the family of the job's model."""
     location = list(problem["loc"])
     if problem["type"] == "extra_forbidden":
         hint = job_hint(str(location[-1]), problem["input"]) or _suggest_key(location, family)
         return f"unknown key {'.'.join(map(str, location))!r}; {hint}"
-    # For a union, pydantic appends the member type to the location; it is not part of the key.
+    # For a union, pydantic appends the member type to the location.
     type_names = ("bool", "int", "float", "str", "constrained-int", "constrained-float")
     location = [part for part in location if part not in type_names and "[" not in str(part)]
-    path = ".".join(map(str, location))
-    message = problem["msg"].removeprefix("Value error, ").rstrip(".")
+    path, message = ".".join(map(str, location)), problem["msg"].removeprefix("Value error, ").rstrip(".")
     message += "" if message.endswith("?") else "."
     if problem["type"] == "value_error":
         return f"{path}: {message}" if path else message
     if problem["type"] == "missing":
         return f"{path}: a value is required."
+    if isinstance(problem["input"], Mapping) and path in Job.model_fields:
+        return f"{path}: it is a value, not a section; set {path} = ... above the first section."
     if problem["type"] in ("model_type", "model_attributes_type"):
         return f"{path} = {shorten(problem['input'])}: {path} is a section, not a value; set its keys below [{path}]."
     return f"{path} = {shorten(problem['input']).replace(': ', ' = ')}: {message.replace('Input should', 'should')}"
@@ -434,6 +439,8 @@ def _suggest_key(location: list[str | int], family: str) -> str:
     for section in sections[in_model:]:
         kind = keys[section].annotation if section in keys else None
         keys = next((one.model_fields for one in (kind, *get_args(kind)) if hasattr(one, "model_fields")), keys)
+    if sections and sections[0] not in Job.model_fields and key not in keys:
+        return "no key here has this name."
     suggestion = suggest(key, keys)
     candidates = families().items() if sections == ["model"] else ()
     others = [repr(name) for name, other in candidates if key in other.config.model_fields]

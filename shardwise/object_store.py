@@ -137,11 +137,9 @@ def in_parallel(function: Callable[[Any], Any], items: Iterable[Any]) -> None:
         list(pool.map(function, items))
 
 
-# Data: a URL is downloaded once per machine and then read as a path. Its place in the cache says what it is a copy of.
-
-
 def local_copy(path: str) -> str:
-    """Returns the local copy of what a URL names, a file, folder or glob, downloading what is new; a path unchanged."""
+    """Returns the local copy of what a URL names, a file, folder or glob, downloading what is new; a path unchanged.
+    There is one per machine, whose place in the cache says what it is a copy of."""
     url = parse_url(path)
     if not url:
         return path

@@ -1,13 +1,7 @@
 """Counter-based random numbers that depend only on the seed, never on the layout or the number of devices.
 
-Every random number is a hash of its purpose, so a rank can generate exactly those it needs:
-
-    initial weights   (seed, parameter name, index in the full tensor)    `normal_`
-    sample order      (seed, epoch, position in the epoch)                `Permutation`
-    dropout           (seed, site, sample, position, feature)             `Dropout`
-    clicks, images    (seed, purpose, index or stream position)           `mix64_numpy`, `to_unit_interval`
-
-PyTorch's generators are not used because their output depends on what was drawn before and on the shape of the draw.
+Every random number is a hash of its purpose (docs/explanation/same-run-any-layout.md), so a rank can generate exactly
+those it needs. PyTorch's generators would depend on what was drawn before and on the shape of the draw.
 The mixers are the finalizers of splitmix64 (Steele, Lea, Flood 2014) and "lowbias32" (Wellons 2018)."""
 
 import hashlib
@@ -47,7 +41,6 @@ def mix32(x: Tensor) -> Tensor:
 
 
 def hash_key_uint64(*parts: object) -> np.uint64:
-    """Returns `hash_key` as a numpy uint64."""
     return np.uint64(hash_key(*parts) & 0xFFFFFFFFFFFFFFFF)
 
 

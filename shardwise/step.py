@@ -1,8 +1,7 @@
 """One optimizer step of an engine.
 
-Everything stays on the device: no value is read, so the same code runs on fake tensors. The order is fixed: count the
-targets of the global batch; run all micro-batches; reduce gradients over data-parallel ranks, the tensor axis and tied
-stages; one all-reduce over the world gives loss and gradient norm; the optimizer divides by clipping and loss scale."""
+Everything stays on the device: no value is read, so the same code runs on fake tensors. ARCHITECTURE.md has the order
+of a step."""
 
 import gc
 import warnings
@@ -40,10 +39,8 @@ class StepResult:
         return StepResult(loss, norm, skipped > 0)
 
 
-def step(
-    engine: Engine, optimizer: torch.optim.Optimizer, samples: Samples, clip: float,
-    on_grads_ready: Callable[[StepResult], None] | None = None,
-) -> StepResult:  # fmt: skip
+def step(engine: Engine, optimizer: torch.optim.Optimizer, samples: Samples, clip: float,
+         on_grads_ready: Callable[[StepResult], None] | None = None) -> StepResult:  # fmt: skip
     """Trains on this rank's samples of one global batch. Calls `on_grads_ready` before the update."""
     loss = backward(engine, samples)
     outcome = reduce_loss_and_norm(engine, loss)
@@ -123,13 +120,11 @@ class CudaGraphStep:
         torch.cuda.empty_cache()
 
 
-def make_step_fn(
-    engine: Engine, optimizer: torch.optim.Optimizer, clip: float, compiled: bool, warmup_steps: int = 3,
-    on_grads_ready: Callable[[StepResult], None] | None = None,
-    on_capture_failure: OnFailure = warnings.warn,
-) -> Callable[[Samples], StepResult]:  # fmt: skip
+def make_step_fn(engine: Engine, optimizer: torch.optim.Optimizer, clip: float, compiled: bool, warmup_steps: int = 3,
+                 on_grads_ready: Callable[[StepResult], None] | None = None,
+                 on_capture_failure: OnFailure = warnings.warn) -> Callable[[Samples], StepResult]:  # fmt: skip
     """Returns the step function; a CUDA graph if compiled, single-process and static, that is if every step launches
-    the same kernels: no dynamic loss scale, and no tables in host memory."""
+    the same kernels: no dynamic loss scale, and no embedding tables."""
     is_static = isinstance(engine.data, SingleProcess) and not engine.scale.dynamic and not engine.has_tables
     if compiled and is_static and engine.mesh.device.type == "cuda" and isinstance(optimizer, AdamW | SGD):
         return CudaGraphStep(engine, optimizer, clip, warmup_steps, on_capture_failure)
@@ -176,7 +171,7 @@ def reduce_loss_and_norm(engine: Engine, loss: Tensor) -> StepResult:
     norms = torch._foreach_norm([shard.grad for shard in engine.param_shards], dtype=dtype)
     num_replicas = [float(shard.num_replicas) for shard in engine.param_shards]
     squares = torch._foreach_div(torch._foreach_mul(norms, norms), num_replicas)
-    total = torch.stack([square.to(loss.device) for square in squares]).sum()  # table rows are in host memory
+    total = torch.stack([square.to(loss.device) for square in squares]).sum()  # table rows may be in host memory
     local_loss = loss / engine.mesh["tensor"].size
     loss_and_square = torch.stack((local_loss.to(dtype), total))
     # Gradients are reduced by now, so a rank that waits here in a pipeline waits for a slower stage.

@@ -56,16 +56,15 @@ class Run:
 class Trainer:
     """A module, its loss and its data, and how to train them."""
 
-    def __init__(
-        self, model: Callable[[], nn.Module] | nn.Module, loss: Callable[..., Tensor] | None = None, data: Any = None,
-        *, validation: Any = None, collate: Callable[[list[Any]], Any] | None = None,
-        count: Callable[[Any], Any] | None = None, inputs: Callable[[Any], Any] | None = None,
-        layout: str = "auto", steps: int | None = None, batch: int = 32, precision: str = "float32", seed: int = 0,
-        optimizer: str | Callable[..., torch.optim.Optimizer] = "adamw", lr: float | Callable[[int], float] = 3e-4,
-        callbacks: Sequence[Callback] = (), metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None,
-        trunk: str = "", plan: Mapping[str, str] | None = None, folder: str = "",
-        settings: Mapping[str, Any] | None = None,
-    ):  # fmt: skip
+    def __init__(self, model: Callable[[], nn.Module] | nn.Module, loss: Callable[..., Tensor] | None = None,
+                 data: Any = None, *, validation: Any = None, collate: Callable[[list[Any]], Any] | None = None,
+                 count: Callable[[Any], Any] | None = None, inputs: Callable[[Any], Any] | None = None,
+                 layout: str = "auto", steps: int | None = None, batch: int = 32, precision: str = "float32",
+                 seed: int = 0, optimizer: str | Callable[..., torch.optim.Optimizer] = "adamw",
+                 lr: float | Callable[[int], float] = 3e-4, callbacks: Sequence[Callback] = (),
+                 metrics: Mapping[str, Callable[[Any, Any], Any]] | None = None, trunk: str = "",
+                 plan: Mapping[str, str] | None = None, folder: str = "",
+                 settings: Mapping[str, Any] | None = None):  # fmt: skip
         """`model`: a class or function that builds the module, or a module, whose weights are kept. `loss`, `data`,
         `collate`, `count` and `inputs`: see `shardwise.Task`. `batch`: samples per step over all processes.
         `optimizer`: a name, or a class like those of `torch.optim`. `lr`: the peak learning rate, or a function of the
@@ -78,17 +77,15 @@ class Trainer:
                 raise JobError(f"a callback must be a shardwise.Callback, not a {type(callback).__name__}.")
         if not callable(model):
             raise JobError(f"model must be an nn.Module, a class or a function, not a {type(model).__name__}.")
-        self.task = Task(
-            model, loss, data, validation, collate, count, inputs, trunk=trunk,
-            plan=dict(plan or {}), callbacks=tuple(callbacks), metrics=dict(metrics or {}),
-            optimizer=None if isinstance(optimizer, str) else optimizer, learning_rate=lr if callable(lr) else None,
-        )  # fmt: skip
+        self.task = Task(model, loss, data, validation, collate, count, inputs, trunk=trunk, plan=dict(plan or {}),
+                         callbacks=tuple(callbacks), metrics=dict(metrics or {}),
+                         optimizer=None if isinstance(optimizer, str) else optimizer,
+                         learning_rate=lr if callable(lr) else None)  # fmt: skip
         name, arguments = register_task(self.task)
-        values: dict[str, Any] = {
-            "seed": seed, "layout": str(layout), "precision": precision, "batch": {"samples": batch},
-            "model": {"name": name, "args": {"argv": arguments}}, "run": {"folder": folder},
-            "optimizer": {"lr": 3e-4 if callable(lr) else lr},
-        }  # fmt: skip
+        values: dict[str, Any] = {"seed": seed, "layout": str(layout), "precision": precision,
+                                  "batch": {"samples": batch}, "model": {"name": name, "args": {"argv": arguments}},
+                                  "run": {"folder": folder},
+                                  "optimizer": {"lr": 3e-4 if callable(lr) else lr}}  # fmt: skip
         if isinstance(optimizer, str):
             values["optimizer"]["name"] = optimizer
         if steps is not None:

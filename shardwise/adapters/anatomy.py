@@ -3,10 +3,8 @@
 The trunk is the largest run of blocks in a list that are called once each, in a row, every block on the output of the
 one before (the stream), which keeps its shape. What runs before it is the prologue, what runs after it the epilogue. A
 pipeline cuts between blocks, so nothing but the stream may cross: a tensor that was computed from weights in one part
-and is used in another is reported by the names of both modules.
-
-A forward that reads values cannot run on fake tensors. Such a module has no trunk, and every parameter counts as used.
-"""
+and is used in another is reported by the names of both modules. A forward that reads values cannot run on fake tensors.
+Such a module has no trunk, and all parameters count as used."""
 
 import traceback
 from collections import Counter
@@ -28,6 +26,8 @@ from shardwise.models.trace import storage_key, tensors_in, with_fake_tensors
 # Operators that read the shape of a tensor and not its values.
 SHAPE_ONLY = ("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full")
 TRACED_SAMPLES = 2
+Run = Callable[[nn.Module, Callable[[Tensor], Tensor], int], Tensor]
+"""Returns a module's loss on an example batch of so many samples, whose tensors it converts with the given function."""
 
 
 @dataclass
@@ -42,30 +42,19 @@ class Anatomy:
     """If a block returns a tuple: for each element after the stream, which argument it hands on; None: it computes it.
     Empty: a block returns the stream alone."""
     returns_tuple: bool = False
-    parts_of: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """By parameter: the parts that use it. Parameters that the forward does not use are missing."""
+    parts_of: dict[str, tuple[int, ...]] = field(default_factory=dict)  # by parameter: the parts that use it, if any
     called_once: frozenset[str] = frozenset()  # modules whose forward runs exactly once
-    units: tuple[str, ...] = ()
-    """Modules besides the blocks whose parameters nothing else uses, so that FSDP can shard them on their own."""
-    altered: set[str] = field(default_factory=set)
-    """Modules whose output is changed in place after they have returned it."""
+    units: tuple[str, ...] = ()  # modules besides blocks whose parameters nothing else uses: FSDP can shard them
+    altered: set[str] = field(default_factory=set)  # modules whose output is changed in place after they returned it
     in_place_blocks: set[str] = field(default_factory=set)  # blocks that change activations in place
     changes_input: str = ""  # a block that changes its input in place; empty if none does
     without_gradient: frozenset[str] = frozenset()  # parameters that the loss does not depend on
-    reads_values: bool = False
-    """Whether the forward reads values of tensors in Python, so that it may use other parameters in every step."""
+    reads_values: bool = False  # in Python, of tensors: the forward may use other parameters in each step
     crossing: str = ""  # why the trunk cannot be cut into pipeline stages; empty if it can
-    second_path: str = ""
-    """Module after the prologue that uses weights on a path which does not start at the stream, such as a decoder's."""
+    second_path: str = ""  # module that uses weights on a path not from the stream, such as a decoder's
     random_module: str = ""  # the first module that draws random numbers by itself, not through `nn.Dropout`
-    written_buffers: list[str] = field(default_factory=list)
-    """Buffers that the forward updates, such as the running statistics of a batch norm."""
-    flops: list[float] = field(default_factory=lambda: [1.0, 1.0])
-    """Forward FLOPs of each part, for the batch that was traced."""
-
-
-Run = Callable[[nn.Module, Callable[[Tensor], Tensor], int], Tensor]
-"""Returns a module's loss on an example batch of so many samples, whose tensors it converts with the given function."""
+    written_buffers: list[str] = field(default_factory=list)  # that the forward updates, such as a batch norm's
+    flops: list[float] = field(default_factory=lambda: [1.0, 1.0])  # of each part's forward, for the traced batch
 
 
 class _ReadsValues(JobError):
@@ -79,8 +68,7 @@ def find_anatomy(module: nn.Module, run: Run, trunk: str = "") -> Anatomy:
         try:
             _run_fake(module, run, calls.hooks, nullcontext(), 2 * TRACED_SAMPLES)
         except JobError:
-            # Layers that are dropped at random (OPT) ask for a random number even if the probability is 0.
-            module.eval()
+            module.eval()  # layers that are dropped at random (OPT) ask for a random number even with probability 0
             calls = _Calls(module, trunk)
             _run_fake(module, run, calls.hooks, nullcontext(), 2 * TRACED_SAMPLES)
         blocks, stream_key, larger_stream = calls.find_trunk()
@@ -93,18 +81,14 @@ def find_anatomy(module: nn.Module, run: Run, trunk: str = "") -> Anatomy:
             loss = _run_fake(module, run, tracker.hooks, tracker, TRACED_SAMPLES)
     except _ReadsValues as error:
         norms = [name for name, part in module.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
-        return Anatomy(
-            parts_of={name: (0,) for name, _ in module.named_parameters()}, reads_values=True, crossing=str(error),
-            written_buffers=[f"{name}.running_mean" for name in norms],
-        )  # fmt: skip
+        return Anatomy(parts_of={name: (0,) for name, _ in module.named_parameters()}, reads_values=True,
+                       crossing=str(error), written_buffers=[f"{name}.running_mean" for name in norms])  # fmt: skip
     finally:
         module.train()
     return tracker.anatomy(loss, larger_stream)
 
 
-def _run_fake(
-    module: nn.Module, run: Run, hooks: Callable[[], list[RemovableHandle]], mode: Any, samples: int
-) -> Tensor:
+def _run_fake(module: nn.Module, run: Run, hooks: Callable[[], Any], mode: Any, samples: int) -> Tensor:
     try:
         with with_fake_tensors(module) as to_fake, ExitStack() as registered:
             for hook in hooks():
@@ -123,10 +107,9 @@ def _explain(module: nn.Module, error: Exception) -> JobError:
     place = f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
     name, kind = type(module).__name__, type(error).__name__
     if "DataDependent" in kind or "DynamicOutput" in kind or "UnbackedSymInt" in kind:
-        return _ReadsValues(
-            f"{name}'s forward reads the value of a tensor in Python{place}, so it cannot be analysed without values; "
-            "use torch.where or masks instead of `if`, `.item()` and `.nonzero()`, or use replicate and shard only"
-        )
+        what = f"{name}'s forward reads the value of a tensor in Python{place}, so it cannot be analysed without values"
+        remedy = "use torch.where or masks instead of `if`, `.item()` and `.nonzero()`, or use replicate and shard only"
+        return _ReadsValues(f"{what}; {remedy}")
     first_line = (str(error).splitlines() or [""])[0]
     return JobError(f"{name} failed on the example batch{place}: {kind}: {first_line.rstrip('.')}.")
 
@@ -190,13 +173,10 @@ class _Tracker(TorchDispatchMode):
         self.block_index = {module.get_submodule(name): index for index, name in enumerate(found.blocks, start=1)}
         self.part, self.stack, self.inside_block = 0, [""], False
         self.calls = Counter[str]()
-        self.made: dict[int, tuple[Tensor, int, str]] = {}
-        """By tensor that depends on weights: itself, the part that may use it, and the place where it was made."""
-        self.returned: dict[int, tuple[Tensor, set[str]]] = {}
-        """By storage: a tensor that modules returned, and their names."""
+        self.made: dict[int, tuple[Tensor, int, str]] = {}  # the tensor, the part that may use it, where it was made
+        self.returned: dict[int, tuple[Tensor, set[str]]] = {}  # by storage: a tensor, and which modules returned it
         self.enclosing: dict[str, set[str]] = {}
-        self.off_stream: set[int] = set()
-        """Tensors in `made` that depend on weights after the prologue, but not on the stream."""
+        self.off_stream: set[int] = set()  # in `made`: depending on weights after the prologue, not on the stream
         self.stream_shapes: dict[tuple[int, ...], None] = {}
 
     def hooks(self) -> list[RemovableHandle]:

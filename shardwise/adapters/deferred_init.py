@@ -130,7 +130,6 @@ class DeferredInit(TorchDispatchMode, InitialValues):
         self.operations.append(_Operation(func, args, kwargs, out, reads, seed))
 
     def value(self, name: str) -> Tensor:
-        """Returns the initial value of a parameter."""
         return self.replay(self.views[name], {}).clone()
 
     def replay(self, target: _View, storages: dict[int, Any]) -> Tensor:
@@ -147,10 +146,9 @@ class DeferredInit(TorchDispatchMode, InitialValues):
         def thaw(view: _View) -> Tensor:
             if view.storage not in storages:
                 original = self._originals[view.storage]
-                spanned = torch.empty_strided(
-                    view.shape, view.stride, dtype=view.dtype, device="meta"
-                ).untyped_storage()
-                size = max(original.untyped_storage().nbytes(), spanned.nbytes() + view.offset * view.dtype.itemsize)
+                spanned = torch.empty_strided(view.shape, view.stride, dtype=view.dtype, device="meta")
+                end = spanned.untyped_storage().nbytes() + view.offset * view.dtype.itemsize
+                size = max(original.untyped_storage().nbytes(), end)
                 storages[view.storage] = torch.empty(size, dtype=torch.uint8).untyped_storage()
                 if original.numel():
                     real = torch.empty(0, dtype=original.dtype)

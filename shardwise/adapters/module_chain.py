@@ -84,8 +84,7 @@ class KeyedDropout(nn.Module):
 
 
 def find_sample_dims(shapes: dict[int, dict[str, list[torch.Size]]]) -> dict[str, int | None]:
-    """Returns by dropout which dimension is the samples: the one that grows with them. `shapes`: by number of samples,
-    what each dropout got."""
+    """Returns by dropout which dimension grows with the samples. `shapes`: by number of samples, what each got."""
     if len(shapes) < 2:
         return {}
     few, many = min(shapes), max(shapes)
@@ -93,10 +92,8 @@ def find_sample_dims(shapes: dict[int, dict[str, list[torch.Size]]]) -> dict[str
     def growing(small: torch.Size, large: torch.Size) -> int | None:
         return next((dim for dim, (a, b) in enumerate(zip(small, large)) if a * many == b * few), None)
 
-    found = {
-        site: {growing(*pair) for pair in zip(sizes, shapes[many].get(site, ()))}
-        for site, sizes in shapes[few].items()
-    }  # fmt: skip
+    pairs = {site: zip(sizes, shapes[many].get(site, ())) for site, sizes in shapes[few].items()}
+    found = {site: {growing(*pair) for pair in of_site} for site, of_site in pairs.items()}
     return {site: dims.pop() if len(dims) == 1 else None for site, dims in found.items()}
 
 
@@ -118,10 +115,9 @@ class ModuleChain(Chain):
 
     root: nn.Module
 
-    def __init__(
-        self, root: nn.Module, task: Task, spec: TreeSpec, anatomy: Anatomy, sharding_plan: ShardingPlan,
-        initial: InitialValues | None, state: dict[str, Any] | None = None, parts: tuple[int, int] | None = None,
-    ):  # fmt: skip
+    def __init__(self, root: nn.Module, task: Task, spec: TreeSpec, anatomy: Anatomy, sharding_plan: ShardingPlan,
+                 initial: InitialValues | None, state: dict[str, Any] | None = None,
+                 parts: tuple[int, int] | None = None):  # fmt: skip
         nn.Module.__init__(self)
         self.is_taken, self.sharding_plan = False, sharding_plan
         self.task, self.spec, self.anatomy, self.initial = task, spec, anatomy, initial
@@ -153,10 +149,8 @@ class ModuleChain(Chain):
             return self
         state = self.state | {"ids": None, "stream": None}
         memo: dict[int, Any] = {id(self.state): state}
-        chain = ModuleChain(
-            copy.deepcopy(self.root, memo), self.task, self.spec, self.anatomy, self.sharding_plan, self.initial,
-            state, (first, last),
-        )  # fmt: skip
+        chain = ModuleChain(copy.deepcopy(self.root, memo), self.task, self.spec, self.anatomy, self.sharding_plan,
+                            self.initial, state, (first, last))  # fmt: skip
         chain._pass_over_blocks()
         chain._drop_parameters()
         return chain
@@ -237,11 +231,9 @@ class ModuleChain(Chain):
         uses = [parts for parts in self.anatomy.parts_of.values() if len(parts) > 1]
         shares_block_parameters = any(0 < part <= len(self.anatomy.blocks) for parts in uses for part in parts)
         can_shard_blocks = not shares_block_parameters and self.anatomy.altered.isdisjoint(self.anatomy.blocks)
-        blocks = self.blocks() if can_shard_blocks else []
-        return [
-            unit for unit in (*units, *blocks)
-            if any(True for _ in unit.parameters()) and not getattr(unit, "stacks_experts", False)
-        ]  # fmt: skip
+        units += self.blocks() if can_shard_blocks else []
+        units = [unit for unit in units if not getattr(unit, "stacks_experts", False)]
+        return [unit for unit in units if any(True for _ in unit.parameters())]
 
     def to(self, dtype: torch.dtype) -> Self:  # type: ignore[override]
         """Casts the parameters; buffers, such as rotary frequencies, keep their precision unless it is exceeded."""
@@ -290,10 +282,7 @@ class ModuleChain(Chain):
 
     def pass_sample_ids(self) -> None:
         """Makes sample ids an argument of the blocks, so that a block recomputed later draws the same dropout masks."""
-
-        def add_ids(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            return args, {**kwargs, "shardwise_ids": self.state["ids"]}
-
+        add_ids = lambda module, args, kwargs: (args, {**kwargs, "shardwise_ids": self.state["ids"]})  # noqa: E731
         if any(isinstance(module, KeyedDropout) for module in self.modules()):
             for block in self.blocks():
                 block.forward = _with_ids(block.forward, self.state)
@@ -308,15 +297,13 @@ class ModuleChain(Chain):
         self.root.train(mode)  # its author may keep some modules in evaluation mode
         return self
 
-    def forward(
-        self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None, **extra_inputs: Tensor
-    ) -> Tensor:  # fmt: skip
+    def forward(self, x: Tensor, ids: Tensor | None = None, targets: Tensor | None = None, **extra: Tensor) -> Tensor:
         """Returns the loss summed over the targets; on another than the last stage, the stream."""
-        leaves = [extra_inputs[f"input_{number}"] for number in range(self.spec.num_leaves)]
+        leaves = [extra[f"input_{number}"] for number in range(self.spec.num_leaves)]
         dtype = self.compute_dtype
         leaves = [leaf.to(dtype) if dtype and leaf.is_floating_point() else leaf for leaf in leaves]
         self.state.update(ids=ids, stream=x if self.parts[0] else None)
-        SPLIT.document_ids, SPLIT.preference = extra_inputs.get("document_ids"), extra_inputs.get("preference")
+        SPLIT.document_ids, SPLIT.preference = extra.get("document_ids"), extra.get("preference")
         try:
             with KeepFloat64() if dtype is torch.float64 else nullcontext():
                 measured: dict[str, float] | None = None if self.training else {}

@@ -98,7 +98,6 @@ class ModuleConfig(ModelConfig):
 
 @lru_cache(maxsize=8)
 def load_task(config: ModuleConfig) -> Task:
-    """Returns the task that a config names."""
     if config.name.startswith(SCRIPT_PREFIX):
         task = load_script_task(config.name, config.args)
     else:
@@ -292,9 +291,7 @@ class ModuleFamily(Family):
         call = lambda batch: module(**inputs(batch)).logits  # noqa: E731
         return self._call_reference(call, config, module, samples, document_ids)
 
-    def _call_reference(
-        self, call: Callable[[Any], Tensor], config: Any, module: nn.Module, samples: Any, document_ids: Any
-    ) -> Tensor:  # fmt: skip
+    def _call_reference(self, call: Any, config: Any, module: nn.Module, samples: Any, document_ids: Any) -> Tensor:
         task = self.task(config)
         module.__dict__["shardwise_state"]["ids"] = samples.ids
         leaves = list(samples.inputs or (samples.tokens, samples.targets))
@@ -304,7 +301,7 @@ class ModuleFamily(Family):
         with KeepFloat64() if dtype is torch.float64 else torch.enable_grad():
             SPLIT.document_ids = document_ids
             try:
-                return call(tree_unflatten(leaves, spec))
+                return call(tree_unflatten(leaves, spec))  # type: ignore[no-any-return]
             finally:
                 SPLIT.document_ids = None
 
@@ -318,9 +315,8 @@ class ModuleFamily(Family):
 
     def sources(self, config: Any) -> Any:
         task = self.task(config)
-        if task.reads_tokens:
-            return None
-        return DatasetSource(task, task.data), DatasetSource(task, task.validation or [])
+        both = (task.data, task.validation or [])
+        return None if task.reads_tokens else tuple(DatasetSource(task, dataset) for dataset in both)
 
 
 def _block_linears(module: nn.Module, anatomy: Anatomy) -> list[nn.Linear]:
@@ -346,13 +342,11 @@ def meta_chain(config: Any) -> ModuleChain:
 def _on_tensor_rank(costs: OperatorCosts, tensor: int) -> OperatorCosts:
     """Returns the costs of a part on one of several tensor ranks, assuming that its matmuls are split, half of what it
     saves and moves is, and its output is all-reduced twice."""
-    return replace(
-        costs, parameters=costs.parameters // tensor, all_reduce_bytes=2.0 * costs.output_bytes,
-        saved_bytes=(costs.saved_bytes + costs.saved_bytes // tensor) // 2,
-        moved_bytes=(costs.moved_bytes + costs.moved_bytes // tensor) // 2,
-        products=tuple(replace(p, columns=-(-p.columns // tensor)) for p in costs.products),
-        attention=tuple(replace(a, heads=-(-a.heads // tensor)) for a in costs.attention),
-    )  # fmt: skip
+    return replace(costs, parameters=costs.parameters // tensor, all_reduce_bytes=2.0 * costs.output_bytes,
+                   saved_bytes=(costs.saved_bytes + costs.saved_bytes // tensor) // 2,
+                   moved_bytes=(costs.moved_bytes + costs.moved_bytes // tensor) // 2,
+                   products=tuple(replace(p, columns=-(-p.columns // tensor)) for p in costs.products),
+                   attention=tuple(replace(a, heads=-(-a.heads // tensor)) for a in costs.attention))  # fmt: skip
 
 
 def _ordered(chain: ModuleChain, found: tuple[OperatorCosts, ...]) -> tuple[OperatorCosts, ...]:

@@ -29,8 +29,7 @@ class SplitSequence:
     axis: Axis | None = None
     all_positions: Tensor | None = None  # the positions of all ranks, in the order in which their keys are gathered
     attention_fn: Callable[..., Tensor] | None = None
-    document_ids: Tensor | None = None
-    """The document of each token of the whole sequence (B, S), in a forward whose samples hold several."""
+    document_ids: Tensor | None = None  # of each token of the whole sequence (B, S), if samples hold several
     preference: Tensor | None = None  # in a forward whose samples are pairs of answers
     calls: int = 0  # how often our attention was called
     heads: int = 1  # number of heads in the last call
@@ -53,9 +52,7 @@ def split_sequence(axis: Axis | None, all_positions: Tensor | None, attention_fn
 
 def positions(length: int, device: Any = None) -> Tensor:
     """Returns the positions in the sequence of the `length` tokens that this process has."""
-    if SPLIT.local_positions is None:
-        return torch.arange(length, device=device)
-    return SPLIT.local_positions.to(device)
+    return torch.arange(length, device=device) if SPLIT.local_positions is None else SPLIT.local_positions.to(device)
 
 
 def count_call(query: Tensor) -> None:
@@ -99,16 +96,13 @@ class _TokenUses(TorchDispatchMode):
         return out
 
 
-def context_refusal(
-    module: nn.Module, blocks: tuple[str, ...], batch: Any, run: Callable[[Any], Any], interface: str,
-    attending: AbstractContextManager[None] | None = None,
-) -> str:  # fmt: skip
+def context_refusal(module: nn.Module, blocks: tuple[str, ...], batch: Any, run: Callable[[Any], Any], interface: str,
+                    attending: AbstractContextManager[None] | None = None) -> str:  # fmt: skip
     """Returns why a module on the meta device cannot be split along the sequence; empty if it can.
     `run` computes a batch with the module, within `attending`; `interface` is what its attention must go through."""
     counts: list[int] = []  # calls of our attention, when each block has run
-    handles = [
-        module.get_submodule(name).register_forward_hook(lambda *args: counts.append(SPLIT.calls)) for name in blocks
-    ]
+    note = lambda *args: counts.append(SPLIT.calls)  # noqa: E731
+    handles = [module.get_submodule(name).register_forward_hook(note) for name in blocks]
     module.eval()  # nothing is drawn at random
     split_sequence(None, None, None)
     SPLIT.calls = 0

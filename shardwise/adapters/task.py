@@ -3,10 +3,8 @@
 A batch is what `collate` makes of samples: a tensor, or a tuple, list or dict of tensors, each with the samples along
 its first dimension. The forward gets the values of a dict whose names it takes; all but the last element of a tuple;
 otherwise the batch itself. The loss gets the output and the target (the last element of a tuple) or the batch. Without
-a loss, the forward returns it.
-
-The loss is a mean over the samples of the batch it gets. If the samples count differently (padding, masked targets),
-give `count`, the number of targets in a batch, and let the loss be a sum."""
+a loss, the forward returns it. The loss is a mean over the samples of the batch it gets. If the samples count
+differently (padding, masked targets), give `count`, the number of targets in a batch, and let the loss be a sum."""
 
 import copy
 import importlib
@@ -24,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from shardwise.data.sample_stream import Samples
+from shardwise.data.sample_stream import Samples, read_sample
 from shardwise.errors import DataError, JobError
 
 
@@ -119,7 +117,6 @@ class Task:
         return lengths.pop() if len(lengths) == 1 else 1
 
     def collate_rows(self, rows: list[Any]) -> Any:
-        """Returns the batch of some samples."""
         try:
             return (self.collate or torch.utils.data.default_collate)(rows)
         except Exception as error:
@@ -280,13 +277,7 @@ class DatasetSource:
     def samples(self, indices: np.ndarray, positions: np.ndarray) -> Samples:
         if self.stream is not None:
             self.stream.seek(int(indices[0]))
-        rows = []
-        for index in indices.tolist():
-            try:
-                rows.append(self.dataset[index])
-            except Exception as error:
-                cause = f"{type(error).__name__}: {error}"
-                raise DataError(f"sample {index} of {type(self.dataset).__name__} cannot be read: {cause}.") from error
+        rows = [read_sample(self.dataset, index) for index in indices.tolist()]
         batch = self.task.collate_rows(rows)
         leaves, _ = flatten_batch(batch, len(rows))
         total = len(rows) if self.task.count is None else float(self.task.count(batch))

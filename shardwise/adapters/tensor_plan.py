@@ -1,13 +1,8 @@
 """Tensor parallelism of a module that is not ours, from a plan as data: a style by pattern of module names.
 
-    colwise         output features are split; the next module is rowwise
-    rowwise         input features are split; the ranks' partial sums are all-reduced
-    rowwise_split   rowwise, on inputs that are whole: each rank takes its own features of them
-    colwise_gather  output features are split, and gathered: a head whose logits are needed in full
-    vocab           the rows of an embedding are split; the ranks' lookups are all-reduced
-
-Every other weight is whole on every rank. Each rank computes the whole loss, which counts once; gradients of whole
-weights are summed over the ranks, so norms inside of split heads need no style of their own."""
+The styles are in docs/reference/job.md; every other weight is whole on every rank. Each rank computes the whole loss,
+which counts once; gradients of whole weights are summed over the ranks, so norms inside of split heads need no style of
+their own."""
 
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -48,9 +43,8 @@ def guess_plan(module: nn.Module, anatomy: Anatomy) -> dict[str, str]:
     return plan
 
 
-def make_sharding_plan(
-    module: nn.Module, anatomy: Anatomy, styles: Mapping[str, str], head_dim: int = 1, is_hint: bool = False
-) -> sharding.ShardingPlan:
+def make_sharding_plan(module: nn.Module, anatomy: Anatomy, styles: Mapping[str, str], head_dim: int = 1,
+                       is_hint: bool = False) -> sharding.ShardingPlan:  # fmt: skip
     """Returns the plan of a module: what is split over the tensor axis, what is tied, what `verify` compares.
     The features of a head stay together. A hint may name modules that this model does not have."""
     for pattern, style in styles.items():
@@ -78,20 +72,16 @@ def make_sharding_plan(
                 shard_dims.append(sharding.Rowwise(f"{name}.weight", dim=0 if style == "vocab" else 1))
             rules += [RULES[style](name)] if style in RULES else []
     canonical = {id(parameter): name for name, parameter in module.named_parameters()}
-    ties = tuple(
-        (name, canonical[id(parameter)]) for name, parameter in module.named_parameters(remove_duplicate=False)
-        if name != canonical[id(parameter)]
-    )  # fmt: skip
+    named = [(name, canonical[id(parameter)]) for name, parameter in module.named_parameters(remove_duplicate=False)]
+    ties = tuple((name, first) for name, first in named if name != first)
     last = len(anatomy.blocks) + 1
     stage_ties = tuple(name for name, parts in anatomy.parts_of.items() if parts[0] == 0 and parts[-1] == last)
     prefix = anatomy.blocks[0].rpartition(".")[0] if anatomy.blocks else "-"
     has_sample_rows = anatomy.stream is not None and anatomy.stream.shape[0] == 2  # of the two samples traced
     summed = [rule.module for rule in rules if isinstance(rule, sharding.AllReduceOutput)]
     compared = tuple(name for name in _compared(module, anatomy, summed) if has_sample_rows)
-    return sharding.ShardingPlan(
-        tuple(shard_dims), tuple(rules), ties, stage_ties=stage_ties, splits_sequence=False,
-        block_pattern=f"{prefix}.*", compared_modules=compared,
-    )  # fmt: skip
+    return sharding.ShardingPlan(tuple(shard_dims), tuple(rules), ties, stage_ties=stage_ties, splits_sequence=False,
+                                 block_pattern=f"{prefix}.*", compared_modules=compared)  # fmt: skip
 
 
 def scale_head_counts(root: nn.Module, plan: sharding.ShardingPlan, degree: int) -> None:

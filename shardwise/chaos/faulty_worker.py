@@ -30,10 +30,8 @@ from shardwise.train.loop import TrainingLoop
 
 Hook = Callable[..., None]
 PHASES = ("data", "forward", "backward", "optimizer", "save", "load")
-SIGNALS = {
-    "kill": signal.SIGKILL, "flip": signal.SIGKILL, "flip memory": signal.SIGKILL, "stop": signal.SIGSTOP,
-    "abort": signal.SIGABRT, "native abort": signal.SIGABRT, "segfault": signal.SIGSEGV,
-}  # fmt: skip
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "abort": signal.SIGABRT, "segfault": signal.SIGSEGV}
+SIGNALS |= {"flip": signal.SIGKILL, "flip memory": signal.SIGKILL, "native abort": signal.SIGABRT}
 
 
 @dataclass(frozen=True)
@@ -110,7 +108,6 @@ class FaultInjector:
         return None
 
     def trigger(self, phase: str) -> None:
-        """Triggers the faults that are due in this phase of the step."""
         state_checksums = self.trainer.corruption_detector.state_checksums
         self._inject_bit_flip(state_checksums.weights, "weight", phase)
         self._inject_bit_flip(lambda: state_checksums.states()[:-1], "state", phase)  # the last has the step counts

@@ -1,5 +1,4 @@
-"""Runs a job with and without random faults, and reports which faults were detected, how fast, and whether the results
-agree."""
+"""Runs a job with and without random faults; reports which were detected, how fast, and whether the results agree."""
 
 import json
 import random
@@ -108,10 +107,8 @@ def run_chaos(job_file: Path | None, settings: list[str], faults: int, seed: int
 
 def _derive_job(job: Job, name: str, faults: int) -> Job:
     """Returns the job in its own folder, with enough restarts for all faults and all checksums in every step."""
-    changes = {
-        "folder": str(Path(job.run.folder or "runs/chaos") / name), "max_restarts": faults + 1, "on_nan": "rollback",
-        "max_corruptions": faults, "checksum_every": 1,
-    }  # fmt: skip
+    changes = {"folder": str(Path(job.run.folder or "runs/chaos") / name), "max_restarts": faults + 1,
+               "on_nan": "rollback", "max_corruptions": faults, "checksum_every": 1}  # fmt: skip
     checkpoint = job.checkpoint.model_copy(update={"keep": max(2, job.checkpoint.keep)})
     return job.model_copy(update={"run": job.run.model_copy(update=changes), "checkpoint": checkpoint})
 
@@ -133,12 +130,10 @@ def evaluate_run(layout: str, faults: list[Fault], baseline: RunFolder, faulty: 
         seconds = event["time"] - times[fault.number] if event else 0.0
         outcomes.append(FaultOutcome(fault, detected_as, seconds, is_attributed))
     expected, used = samples_used(baseline.path), samples_used(faulty.path)
-    return ChaosReport(
-        layout, outcomes, "finished" in kinds, _loss_curve(faulty) == _loss_curve(baseline),
-        lost_samples=len(set(expected) - set(used)), repeated_samples=len(used) - len(set(used)),
-        corrupted_checkpoints=len(list((faulty.path / "faults").glob("flipped-*"))),
-        rejected_checkpoints=kinds.count("checkpoint_corrupt"),
-    )  # fmt: skip
+    return ChaosReport(layout, outcomes, "finished" in kinds, _loss_curve(faulty) == _loss_curve(baseline),
+                       lost_samples=len(set(expected) - set(used)), repeated_samples=len(used) - len(set(used)),
+                       corrupted_checkpoints=len(list((faulty.path / "faults").glob("flipped-*"))),
+                       rejected_checkpoints=kinds.count("checkpoint_corrupt"))  # fmt: skip
 
 
 def _is_attributed(event: dict[str, Any], fault: Fault) -> bool:

@@ -1,13 +1,10 @@
-"""One axis of the process mesh as this rank sees it, the step timer, timed collectives over an axis, and exchanges of
-small values.
+"""One axis of the process mesh as this rank sees it, the step timer, timed collectives, and exchanges of small values.
 
 The names of collectives are the same for every supported PyTorch version (2.13 renamed some). Except in asynchronous
 calls and compiled code, the axis's step timer records how long this rank waits in each collective. Functional
-collectives live in a private module of PyTorch and are the only ones that compile.
-
-Small values are exchanged as JSON. PyTorch's `all_gather_object` and `broadcast_object_list` unpickle what they
-receive, so whoever can send to a rank can run code on it. JSON is only data. Tuples arrive as lists, and dictionaries
-must have strings as keys."""
+collectives live in a private module of PyTorch and are the only ones that compile. Small values are exchanged as JSON.
+PyTorch's `all_gather_object` and `broadcast_object_list` unpickle what they receive, so whoever can send to a rank can
+run code on it. JSON is only data: tuples arrive as lists, keys are texts."""
 
 import json
 import math
@@ -17,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,18 +23,17 @@ from torch.distributed import _functional_collectives as functional
 
 DEVICE_PHASES = ("compute", "optimizer")  # timed on the GPU; the others on the host
 PHASES_INCLUDING_WAITS = ("data", "checkpoint", "validation")  # waits in `waiting` blocks count towards these phases
+P2P_CHUNK_BYTES = 1 << 18  # bytes per message of `all_to_all_rows`
 Timestamp = Any  # `perf_counter` seconds on a CPU, otherwise a CUDA event
 Span = tuple[str, str, Timestamp, Timestamp]  # axis (empty unless it is a wait), phase, begin and end
 
 
 class StepTimer:
     """Seconds per phase, seconds of waiting per mesh axis, bytes sent and pipeline actions of this rank's current step.
-
     No interval is counted twice: a wait is subtracted from the phase around it, except in PHASES_INCLUDING_WAITS, whose
     waits are not timed, and nested `waiting` blocks are counted once. On a CPU the host's clock is used. On a GPU,
     device phases and waits are spans between CUDA events in the compute stream, read after they have completed, so
-    timing never synchronizes. If a step replays a CUDA graph, these events are nodes of the graph. The engine's mesh
-    owns the timer."""
+    timing never synchronizes; where a CUDA graph is replayed, they are its nodes. The engine's mesh owns the timer."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.enabled = True
@@ -70,8 +66,6 @@ class StepTimer:
             self._add_span("", self._phase, self._phase_start, end)
         self._phase, self._phase_is_on_device = name, overlapped or name in DEVICE_PHASES
         self._phase_start = self._timestamp() if self._phase_is_on_device else time.perf_counter()
-
-    # Steps that replay a CUDA graph
 
     def begin_capture(self) -> None:
         """Begins the capture of a step, in the compute phase. Its spans go to `end_capture`."""
@@ -117,8 +111,6 @@ class StepTimer:
         if self._wait_start is not None:
             self._add_span(axis, self._phase, self._wait_start, self._timestamp())
             self._wait_start = None
-
-    # Pipeline actions, in steps whose timeline is recorded
 
     def start_recording(self) -> None:
         """Records pipeline actions until `take_recorded_actions`."""
@@ -215,10 +207,6 @@ class Axis:
 SINGLE_RANK = Axis(1, 0, None)
 
 
-T = TypeVar("T")
-P2P_CHUNK_BYTES = 1 << 18  # bytes per message of `all_to_all_rows`
-
-
 def _first_available(module: Any, new: str, old: str) -> Any:
     return getattr(module, new, None) or getattr(module, old)
 
@@ -255,10 +243,8 @@ def all_reduce_coalesced(tensors: Sequence[Tensor], axis: Axis) -> None:
 
 
 def all_to_all_rows(output: Tensor, input: Tensor, axis: Axis) -> None:
-    """Sends row i of `input` to rank i and receives row i of `output` from it; both are uint8 (ranks, bytes).
-
-    On CPUs, rows are sent in chunks, because gloo reaches only half its bandwidth when long messages in both
-    directions share a slow link."""
+    """Sends row i of `input` to rank i and receives row i of `output` from it; both are uint8 (ranks, bytes). On CPUs,
+    rows are sent in chunks: gloo reaches half its bandwidth when long messages share a slow link both ways."""
     if input.device.type != "cpu":
         all_to_all(output, input.contiguous(), axis=axis)
         return
@@ -279,15 +265,13 @@ def all_to_all_rows(output: Tensor, input: Tensor, axis: Axis) -> None:
 
 
 # Collectives with a gradient. All-gather and reduce-scatter are each other's backward; all-to-all is its own, with the
-# split sizes swapped. In compiled code, `axis` of all-gather and reduce-scatter is None: waits are not timed, and the
-# compiler decides where to wait.
+# split sizes swapped. In compiled code, `axis` of the first two is None: the compiler decides where to wait, untimed.
 
 
 def _gather_or_scatter(x: Tensor, dim: int, group: Any, axis: Axis | None, scatters: bool) -> Tensor:
-    """Runs a functional all-gather or, if `scatters`, reduce-scatter, and waits for its result.
-
-    PyTorch returns a tensor that waits on first use. If it is garbage-collected before, gloo still writes into its
-    freed memory. So we wait immediately; on a GPU only the stream waits, not the host."""
+    """Runs a functional all-gather or, if `scatters`, reduce-scatter, and waits for its result. PyTorch returns a
+    tensor that waits on first use. If it is garbage-collected before, gloo still writes into its freed memory. So we
+    wait immediately; on a GPU only the stream waits, not the host."""
     collective = functional_reduce_scatter if scatters else functional_all_gather
     args = (x, "sum", dim, group) if scatters else (x, dim, group)
     if axis is None:

@@ -2,8 +2,7 @@
 
 NCCL needs one GPU per process, and gloo on CUDA tensors supports no send and receive and crashes in some collectives
 (PyTorch 2.11). Every collective is synchronous; this is for trying out layouts, not for speed. What NCCL would refuse
-is refused here too. A backend in Python needs PyTorch's c10d internals; in this room, this file and
-`collectives.py` are the ones that touch them."""
+is refused here too. A backend in Python needs c10d internals, which here only this and `collectives.py` touch."""
 
 from datetime import timedelta
 from typing import Any
@@ -16,10 +15,8 @@ c10d: Any = torch._C._distributed_c10d  # type: ignore[attr-defined]
 ProcessGroup: Any = dist.ProcessGroup  # signatures differ between PyTorch versions
 
 BACKEND = "host_staged"
-NCCL_DTYPES = (
-    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8, torch.uint8,
-    torch.bool, torch.float8_e4m3fn, torch.float8_e5m2,
-)  # fmt: skip
+NCCL_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int8,
+               torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float8_e5m2)  # fmt: skip
 BITWISE_OPS = {"BAND": dist.ReduceOp.BAND, "BOR": dist.ReduceOp.BOR, "BXOR": dist.ReduceOp.BXOR}
 
 
@@ -41,8 +38,6 @@ class HostStagedBackend(ProcessGroup):  # type: ignore[misc]
         self.gloo.allreduce(host_tensors, opts or c10d.AllreduceOptions()).wait()
         return _copy_back(tensors, host_tensors)
 
-    allreduce_coalesced = allreduce
-
     def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Any:
         host_tensors = [_copy_to_host(tensor) for tensor in tensors]
         self.gloo.broadcast(host_tensors, opts or c10d.BroadcastOptions()).wait()
@@ -57,12 +52,8 @@ class HostStagedBackend(ProcessGroup):  # type: ignore[misc]
     def _allgather_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         return self.allgather([list(output.view(-1).chunk(self.size()))], [input.reshape(-1)])
 
-    all_gather_single = _allgather_base
-
     def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         return [self._allgather_base(*pair) for pair in zip(outputs, inputs, strict=True)][-1]
-
-    all_gather_single_coalesced = allgather_into_tensor_coalesced
 
     def _reduce_scatter_base(self, output: Tensor, input: Tensor, opts: Any = None) -> Any:
         host_input = _copy_to_host(input, opts)
@@ -72,23 +63,13 @@ class HostStagedBackend(ProcessGroup):  # type: ignore[misc]
         self.gloo.allreduce([host_input], allreduce_opts).wait()
         return _copy_back([output], [host_input.view(self.size(), -1)[self.rank()].view(output.shape)])
 
-    reduce_scatter_single = _reduce_scatter_base
-
     def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None) -> Any:
         return [self._reduce_scatter_base(*pair, opts) for pair in zip(outputs, inputs, strict=True)][-1]
 
-    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
-
-    def alltoall_base(
-        self, output: Tensor, input: Tensor, output_split_sizes: list[int], input_split_sizes: list[int],
-        opts: Any = None,
-    ) -> Any:  # fmt: skip
-        host_output = _empty_host_like(output)
-        sizes, opts = (output_split_sizes, input_split_sizes), opts or c10d.AllToAllOptions()
-        self.gloo.alltoall_base(host_output, _copy_to_host(input), *sizes, opts).wait()
+    def alltoall_base(self, output: Tensor, input: Tensor, received: Any, sent: Any, opts: Any = None) -> Any:
+        host_output, opts = _empty_host_like(output), opts or c10d.AllToAllOptions()
+        self.gloo.alltoall_base(host_output, _copy_to_host(input), received, sent, opts).wait()
         return _copy_back([output], [host_output])
-
-    all_to_all_single = alltoall_base
 
     def barrier(self, opts: Any = None) -> Any:
         return self.allreduce([torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu")])
@@ -107,6 +88,11 @@ class HostStagedBackend(ProcessGroup):  # type: ignore[misc]
     @property
     def group_name(self) -> Any:
         return dist.distributed_c10d._world.pg_names[self]
+
+    allreduce_coalesced = allreduce
+    all_gather_single, all_gather_single_coalesced = _allgather_base, allgather_into_tensor_coalesced
+    reduce_scatter_single, reduce_scatter_single_coalesced = _reduce_scatter_base, reduce_scatter_tensor_coalesced
+    all_to_all_single = alltoall_base
 
 
 class HostStagedWork(dist.Work):

@@ -36,12 +36,9 @@ def interface_environment(host: str) -> dict[str, str]:
     return {name: interfaces[0] for name in names if interfaces and name not in os.environ}
 
 
-def run_world(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 240.0, backend: str = "gloo",
-    is_fresh_process: bool = False,
-) -> list[Any]:  # fmt: skip
+def run_world(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 240.0, backend: str = "gloo",
+              is_fresh_process: bool = False) -> list[Any]:  # fmt: skip
     """Runs `function(*args)` in `world_size` processes of one process group. Returns their results by rank.
-
     `is_fresh_process`: this process has computed nothing yet, so oneDNN has started no threads. Otherwise children run
     without oneDNN: on ARM, its matmuls would wait forever for its thread pool, which a fork does not copy."""
     if torch.cuda.is_initialized():
@@ -64,10 +61,8 @@ def run_world(
                 worker.join()
 
 
-def _worker_main(
-    function: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, folder: Path, backend: str,
-    is_fresh_process: bool,
-) -> None:  # fmt: skip
+def _worker_main(function: Callable[..., Any], args: tuple[Any, ...], rank: int, world_size: int, folder: Path,
+                 backend: str, is_fresh_process: bool) -> None:  # fmt: skip
     faulthandler.register(signal.SIGUSR1, (folder / f"stack{rank}").open("w"))  # noqa: SIM115
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(is_fresh_process)
@@ -88,9 +83,8 @@ def _worker_main(
         is_shardwise_error = isinstance(error, ShardwiseError)
         message = (False, time.time_ns(), error if is_shardwise_error else f"rank {rank}: {traceback.format_exc()}")
     (folder / f"result{rank}").write_bytes(pickle.dumps(message))
-    # Exit without destroying process groups: a peer may have died, and waiting for it would hang.
     sys.stdout.flush()
-    os._exit(0)
+    os._exit(0)  # without destroying process groups: a peer may have died, and waiting for it would hang
 
 
 def _collect_results(workers: list[Any], timeout: float, folder: Path) -> list[Any]:

@@ -85,11 +85,9 @@ def _parse_message(message: dict[str, Any], number: int) -> dict[str, Any]:
     return {**message, "role": role, "content": content}
 
 
-def read_conversations(
-    files: Sequence[DataFile], bad_records: BadRecords, use: Callable[[Messages, Any], Any], pairs: bool = False
-) -> Iterator[tuple[str, Any]]:
-    """Yields where each conversation stands, and what `use` makes of its messages and tools. `pairs`: whether each row
-    has two conversations."""
+def read_conversations(files: Sequence[DataFile], bad_records: BadRecords, use: Callable[[Messages, Any], Any],
+                       pairs: bool = False) -> Iterator[tuple[str, Any]]:  # fmt: skip
+    """Yields where each conversation stands, and what `use` makes of messages and tools; `pairs`: two of each row."""
     for file in files:
         with os_errors_as(DataError, f"{file.path} cannot be read"), file.open() as lines:
             for number, line in enumerate(lines, start=1):
@@ -103,10 +101,8 @@ def read_conversations(
                     bad_records.report(DataError(f"{where}: {error}"))
 
 
-def encode_chats(
-    data: DataConfig, files: Sequence[DataFile], tokenizer: Tokenizer, template: ChatTemplate, folder: Path,
-    bad_records: BadRecords, pairs: bool,
-) -> None:  # fmt: skip
+def encode_chats(data: DataConfig, files: Sequence[DataFile], tokenizer: Tokenizer, template: ChatTemplate,
+                 folder: Path, bad_records: BadRecords, pairs: bool) -> None:  # fmt: skip
     """Writes the conversations of some files into `folder`: their tokens, and their lengths."""
     lengths, together = list[int](), 1 + pairs
 
@@ -168,9 +164,8 @@ class ChatRows(CountedSource):
 
     summary = tokenizer_config = ""  # `tokenizer_config.json`: the chat template, which the run keeps
 
-    def __init__(
-        self, tokens: TokenFile, extents: np.ndarray, length: int, pad_id: int, packed: bool, dpo_beta: float = 0.0
-    ):  # fmt: skip
+    def __init__(self, tokens: TokenFile, extents: np.ndarray, length: int, pad_id: int, packed: bool,
+                 dpo_beta: float = 0.0):  # fmt: skip
         """`dpo_beta`: of pairs of answers, which share a row; 0: there are none."""
         self.tokens, self.extents, self.packed, self.dpo_beta = tokens, extents, packed or dpo_beta > 0, dpo_beta
         self.length, self.vocab, self.pad_id = length, tokens.vocab // 2, pad_id

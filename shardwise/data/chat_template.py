@@ -29,7 +29,9 @@ CHATML = Path(__file__).with_name("chatml.jinja").read_text(encoding="utf-8")  #
 MARKS = _BEGIN, _END = "\ufdd0", "\ufdd1"  # Unicode's noncharacters, which no text has
 
 
-class _Generation(Extension):  # `{% generation %}`: puts marks around what the assistant says
+class _Generation(Extension):
+    """`{% generation %}`: puts marks around what the assistant says."""
+
     tags = {"generation"}
 
     def parse(self, parser: Any) -> nodes.Node:

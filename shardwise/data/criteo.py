@@ -1,18 +1,16 @@
 """Click logs for DLRM: files in Criteo's format, and a synthetic log with a Zipf distribution of ids.
 
 A sample is one int64 row: label, sparse ids (-1: none), their weights, dense features. Weights and dense features are
-stored as the bits of float64, so that the loader handles a row like any other; `ClickBatch.unpack` unpacks it.
-
-A line of a Criteo file (Kaggle 2014 and the terabyte set) has 40 tab-separated fields: label 0 or 1, 13 integer
-features, 26 categorical features as 32-bit hashes in hexadecimal. All but the label may be missing. An integer x
-becomes log(1 + max(x, 0)), a missing one 0; a category becomes its hash modulo the rows of its table, a missing one an
-empty bag."""
+stored as the bits of float64, so that the loader handles a row like any other; `ClickBatch.unpack` unpacks it. A line
+of a Criteo file (Kaggle 2014 and the terabyte set) has 40 tab-separated fields: label 0 or 1, 13 integer features, 26
+categorical features as 32-bit hashes in hexadecimal. All but the label may be missing. An integer x turns into log(1 +
+max(x, 0)), a missing one into 0; a category into its hash modulo the table's rows, or an empty bag."""
 
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -33,8 +31,6 @@ _U64 = np.uint64
 
 @dataclass(frozen=True)
 class ClickBatch:
-    """Unpacked samples of a click log."""
-
     sparse_ids: Tensor  # (B, tables, lookups) int64; -1 pads bags
     weights: Tensor  # (B, tables, lookups) float64
     dense_features: Tensor  # (B, features) float64
@@ -77,11 +73,10 @@ def _pack_rows(labels: np.ndarray, sparse_ids: np.ndarray, weights: np.ndarray, 
 
 
 class SyntheticClicks(ClickSource):
-    """A generated log in which each row is a hash of the seed and its index.
-
-    Ids follow a Zipf distribution; a permutation per table spreads the frequent ones over its rows. Each id and each
-    dense feature shifts the click's logit by its own amount, so that a model can learn. One bag in fifty is empty; with
-    several lookups a bag has between one and all of them, with weights between 1/2 and 3/2."""
+    """A generated log in which each row is a hash of the seed and its index. Ids follow a Zipf distribution; a
+    permutation per table spreads the frequent ones over its rows. Each id and each dense feature shifts the click's
+    logit by its own amount, so that a model can learn. One bag in fifty is empty; with several lookups a bag has
+    between one and all of them, with weights between 1/2 and 3/2."""
 
     zipf_exponent = 1.05
 
@@ -139,10 +134,7 @@ def _next_coprime(values: np.ndarray, counts: Sequence[int]) -> np.ndarray:
 class CriteoClicks(ClickSource):
     """Rows of one Criteo file. A skipped bad row keeps its stream position, with an ignored target."""
 
-    def __init__(
-        self, model: DLRMConfig, path: Path, offsets: np.ndarray, first: int, count: int,
-        bad: BadRecords | None = None,
-    ):  # fmt: skip
+    def __init__(self, model: DLRMConfig, path: Path, offsets: np.ndarray, first: int, count: int, bad: Any = None):
         super().__init__(model, first, count)
         self.path, self.offsets, self.bad_records = path, offsets, bad or BadRecords()
 

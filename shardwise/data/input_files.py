@@ -3,8 +3,8 @@
 A new run records size, time and a hash of sampled content of every file in `data.json`. Each start and restart
 compares. New files, and what has been appended to old ones, are not read, so the run continues with the data that it
 began with; any other change is an error. The hash covers files of up to 256 KiB in full, and 16 blocks of 16 KiB of
-larger ones, the first and the last among them; a change between these blocks shows by its time only. Of a folder of
-images the names and sizes of its files are recorded, and any change is an error. Compressed files are decompressed."""
+larger ones, first and last included; a change in between shows by its time only. Of a folder of images the names and
+sizes of its files are recorded, and any change is an error. Compressed files are decompressed."""
 
 import gzip
 import io
@@ -23,6 +23,7 @@ from shardwise.files import import_extra, os_errors_as, parse_json, write_text
 from shardwise.object_store import cached_path, local_copy, original_name, parse_url
 
 BLOCK_BYTES, BLOCKS = 16 << 10, 16
+MAX_SHOWN = 3  # bad records or changes that a message quotes
 
 
 def _open_with_arrow(kind: str, file: io.BufferedReader) -> Any:
@@ -140,9 +141,6 @@ class DataRecord:
             remedy = f"Restore it, or continue with it: shardwise train --resume {run} --accept-data-change."
             shown = "; ".join(changes[:MAX_SHOWN])
             raise DataError(f"the data has changed since the run began: {shown}{more}. {remedy}")
-
-
-MAX_SHOWN = 3  # bad records or changes that a message quotes
 
 
 @dataclass

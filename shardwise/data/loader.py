@@ -18,13 +18,13 @@ import weakref
 from collections import deque
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
-from typing import NoReturn
 
 import numpy as np
 import torch
@@ -33,8 +33,7 @@ from shardwise.console import name_process
 from shardwise.data.sample_stream import Samples, SampleStream, rank_positions
 from shardwise.errors import DataError
 
-SkippedBatches = Sequence[tuple[int, int]]
-"""Skipped batches as (step, count): from this step on, the stream jumps over that many batches."""
+SkippedBatches = Sequence[tuple[int, int]]  # (step, count): from this step on, the stream jumps over so many batches
 BatchIterator = Generator[tuple[int, Samples], None, None]
 _CPU = torch.device("cpu")
 _THREAD_NAME = "shardwise-data"
@@ -62,10 +61,9 @@ class _RankReader:
 class Loader:
     """Endless iterator over (step, batch) from `first_step` on."""
 
-    def __init__(
-        self, stream: SampleStream, global_batch_size: int, ranks: int = 1, rank: int = 0, first_step: int = 0,
-        workers: int = 0, prefetch: int = 2, device: torch.device = _CPU, skipped_batches: SkippedBatches = (),
-    ):  # fmt: skip
+    def __init__(self, stream: SampleStream, global_batch_size: int, ranks: int = 1, rank: int = 0, first_step: int = 0,
+                 workers: int = 0, prefetch: int = 2, device: torch.device = _CPU,
+                 skipped_batches: SkippedBatches = ()):  # fmt: skip
         """`global_batch_size` counts the samples of all `ranks`. Batches for a CUDA device are in pinned memory."""
         assert global_batch_size % ranks == 0, "`solve_batch` refuses such a layout"
         self.wait_seconds = 0.0  # total time that the consumer has waited for batches
@@ -174,16 +172,11 @@ def _worker_loop(pipe: Connection, reader: _RankReader, first_step: int, stride:
 
 
 def _receive_batch(reader: _RankReader, step: int, process: BaseProcess, pipe: Connection) -> Samples:
-    try:
+    with suppress(EOFError, OSError):
         parts = pipe.recv()
-    except (EOFError, OSError):
-        _raise_worker_died(reader, step, process)
-    if isinstance(parts, str):
-        raise DataError(f"a data worker failed at step {step}: {parts}")
-    return Samples.from_tensors(torch.from_numpy(part) for part in parts)
-
-
-def _raise_worker_died(reader: _RankReader, step: int, process: BaseProcess) -> NoReturn:
+        if isinstance(parts, str):
+            raise DataError(f"a data worker failed at step {step}: {parts}")
+        return Samples.from_tensors(torch.from_numpy(part) for part in parts)
     process.join()
     code = process.exitcode or 0
     indices = reader.stream.indices(reader.positions(step)).tolist()
@@ -194,4 +187,4 @@ def _raise_worker_died(reader: _RankReader, step: int, process: BaseProcess) -> 
     else:
         cause = f"ended with exit code {code}"
         remedy = "See its output above; a script that uses data.workers needs an `if __name__ == '__main__':` guard."
-    raise DataError(f"the data worker that read step {step} (samples {listed}) {cause}. {remedy}") from None
+    raise DataError(f"the data worker that read step {step} (samples {listed}) {cause}. {remedy}")

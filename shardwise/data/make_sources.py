@@ -15,14 +15,12 @@ from typing import Any, cast
 import numpy as np
 
 from shardwise.console import pluralize
-from shardwise.data import chat, criteo
+from shardwise.data import chat, criteo, images
 from shardwise.data.chat_template import CHATML_TOKENS, load_template
-from shardwise.data.image_files import ImageFiles, index_folder, index_shards
-from shardwise.data.images import IMAGE_SIZE, NUM_CLASSES, ImageAugmentation, SyntheticImages, open_cifar10
+from shardwise.data.images import IMAGE_SIZE, NUM_CLASSES, ImageAugmentation
 from shardwise.data.input_files import BadRecords, DataFile, DataRecord
 from shardwise.data.sample_stream import Mixture, Source, Subset, SyntheticTokens, job_stream
-from shardwise.data.table_files import STREAM
-from shardwise.data.text import describe_source, encode_files, find_files, load_or_train_bpe, source_by_name
+from shardwise.data.text import STREAM, describe_source, encode_files, find_files, load_or_train_bpe, source_by_name
 from shardwise.data.token_file import RAW_DTYPES, TokenFile, TokenWindows, open_raw_token_file, open_token_file
 from shardwise.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, parse_bpe_size, tokenizer_fingerprint
 from shardwise.errors import DataError
@@ -35,24 +33,14 @@ from shardwise.object_store import local_copy, parse_url
 from shardwise.random import Permutation
 
 CACHE_VERSION = 2  # increment this when the same files would encode to different tokens, which invalidates old caches
-
-
 Sources = tuple[Source, Source, Tokenizer | None]  # for training and for validation, and the tokenizer, if known
-SAMPLE_KINDS = {
-    "criteo": "clicks",
-    "cifar10": "images",
-    "images": "images",
-}  # the other sources are text, tokens or synthetic
+SAMPLE_KINDS = {"criteo": "clicks", "cifar10": "images", "images": "images"}  # others: text, tokens or synthetic
 
 
-def make_sources(
-    job: Job, cache: Path | None = None, bad_records: BadRecords | None = None, record: DataRecord | None = None,
-    own_tokenizer: Path | None = None,
-) -> Sources:  # fmt: skip
-    """Returns the training source, the validation source (may be empty) and the tokenizer, if one is known.
-
-    `record`: the files of the run so far, or an empty one to fill in. `own_tokenizer`: used instead of data.tokenizer.
-    """
+def make_sources(job: Job, cache: Path | None = None, bad_records: BadRecords | None = None,
+                 record: DataRecord | None = None, own_tokenizer: Path | None = None) -> Sources:  # fmt: skip
+    """Returns the training source, the validation source (may be empty) and the tokenizer, if known. `record`: files
+    of the run so far, or an empty one to fill in. `own_tokenizer`: used instead of data.tokenizer."""
     bad_records, record = bad_records or BadRecords(job.data.on_bad_record == "skip"), record or DataRecord()
     if own_tokenizer is not None:
         job = job.model_copy(update={"data": job.data.model_copy(update={"tokenizer": str(own_tokenizer)})})
@@ -121,7 +109,7 @@ def _cifar_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataR
         raise DataError(f"data.source = {job.data.source!r} has no images; use images, cifar10 or synthetic.")
     if model.image_size != IMAGE_SIZE or model.num_classes < NUM_CLASSES:
         raise DataError(f"CIFAR-10 needs model.image_size = {IMAGE_SIZE} and model.num_classes = {NUM_CLASSES}.")
-    training, held_out = open_cifar10(job.data.path, bad_records, ImageAugmentation(job.data.augment, job.seed))
+    training, held_out = images.open_cifar10(job.data.path, bad_records, ImageAugmentation(job.data.augment, job.seed))
     record.take([*training.paths, *held_out.paths])
     return training, held_out
 
@@ -134,11 +122,11 @@ def _image_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataR
     def find_images(path: str) -> tuple[Sequence[Path], np.ndarray]:
         folder = Path(path).expanduser()
         if path and folder.is_dir() and not any(".tar" in file.suffixes for file in folder.iterdir()):
-            paths, index = index_folder(record.take([folder])[0].path, model.num_classes)
+            paths, index = images.index_folder(record.take([folder])[0].path, model.num_classes)
         else:
             files, new = record.take(find_files("images", path)), BadRecords(bad_records.skip)
             paths, cached = [file.path for file in files], cache / _cache_key(job.data, files, str(model.num_classes))
-            encode = partial(index_shards, files, model.num_classes, new, cached / "index.npy")
+            encode = partial(images.index_shards, files, model.num_classes, new, cached / "index.npy")
             index = _open_or_encode(cached, partial(np.load, cached / "index.npy"), encode, bad_records, new)
         return paths, index[Permutation(len(index), "images")(np.arange(len(index)))]  # files are sorted by class
 
@@ -149,7 +137,7 @@ def _image_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataR
         paths, index = find_images(path)
         kept = len(index) - _num_held_out(len(index), job.data.validation_fraction)
         parts = [(paths, index[:kept]), (paths, index[kept:])]
-    return ImageFiles(*parts[0], model, bad_records, augment), ImageFiles(*parts[1], model, bad_records)
+    return images.ImageFiles(*parts[0], model, bad_records, augment), images.ImageFiles(*parts[1], model, bad_records)
 
 
 def _token_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataRecord) -> Sources:
@@ -174,7 +162,7 @@ def synthetic_source(job: Job, count: int, first: int = 0) -> Source:
         return criteo.SyntheticClicks(model, first, count, job.seed)
     if model.sample_kind == "images":
         augmentation = None if first else ImageAugmentation(job.data.augment, job.seed)
-        return SyntheticImages(count, model.image_size, model.num_classes, job.seed, augmentation, first)
+        return images.SyntheticImages(count, model.image_size, model.num_classes, job.seed, augmentation, first)
     tokens = SyntheticTokens(first + count, model.text_window, model.vocab_size - model.reserved_ids, job.seed)
     return Subset(tokens, first, first + count) if first else tokens
 
@@ -203,16 +191,13 @@ def _num_held_out(count: int, fraction: float) -> int:
 
 
 def _open_token_files(job: Job, record: DataRecord) -> tuple[list[TokenFile], Tokenizer | None]:
-    raw_dtype = next((kind for kind in RAW_DTYPES if job.data.path.endswith(f":{kind}")), "")
-    found = record.take(find_files("tokens", job.data.path.removesuffix(f":{raw_dtype}")))
-    text_vocab = job.model.vocab_size - job.model.reserved_ids
-    files = [
-        open_raw_token_file(file.path, raw_dtype, text_vocab, file.size) if raw_dtype else open_token_file(file.path)
-        for file in found
-    ]
+    dtype = next((kind for kind in RAW_DTYPES if job.data.path.endswith(f":{kind}")), "")  # of headerless files
+    found = record.take(find_files("tokens", job.data.path.removesuffix(f":{dtype}")))
+    vocab = job.model.vocab_size - job.model.reserved_ids
+    files = [open_raw_token_file(f.path, dtype, vocab, f.size) if dtype else open_token_file(f.path) for f in found]
     for file in files:
         _check_vocab(f"the token file {file.path}", file.vocab, job)
-    return files, _tokenizer_for_token_files(0 if raw_dtype else max(file.vocab for file in files), job)
+    return files, _tokenizer_for_token_files(0 if dtype else max(file.vocab for file in files), job)
 
 
 def _tokenizer_for_token_files(vocab: int, job: Job) -> Tokenizer | None:
@@ -245,9 +230,8 @@ def _encode_cached(job: Job, cache: Path, bad: BadRecords, record: DataRecord) -
     return [_open_or_encode(folder, open_files, encode, bad, new)], tokenizer
 
 
-def _open_or_encode(
-    folder: Path, open_files: Callable[[], Any], encode: Callable[[], Any], bad_records: BadRecords, new: BadRecords
-) -> Any:
+def _open_or_encode(folder: Path, open_files: Callable[[], Any], encode: Callable[[], Any], bad_records: BadRecords,
+                    new: BadRecords) -> Any:  # fmt: skip
     """Opens what the cache has in `folder`; encodes it first if it is missing or damaged. `encode` fills `new`."""
     with file_lock(folder):
         try:
@@ -264,7 +248,7 @@ def _open_or_encode(
 
 
 def _chat_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataRecord) -> Sources:
-    data, length, pairs = job.data, job.model.text_window, job.loss.dpo_beta > 0
+    data, length, beta, pairs = job.data, job.model.text_window, job.loss.dpo_beta, job.loss.dpo_beta > 0
     if job.family.objective(job.model, job.seed) is not next_token:
         raise DataError(f"data.source = 'chat' is for models that predict the next token, not {job.model.description}.")
     if parse_bpe_size(data.tokenizer):
@@ -282,9 +266,7 @@ def _chat_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataRe
     tokens, extents, summary = _open_or_encode(folder, open_files, encode, bad_records, new)
     together = 1 + pairs
     first_held_out = len(extents) - together * _num_held_out(len(extents) // together, data.validation_fraction)
-    rows = partial(
-        chat.ChatRows, tokens, length=length, pad_id=tokenizer.eos_id, packed=data.pack, dpo_beta=job.loss.dpo_beta
-    )
+    rows = partial(chat.ChatRows, tokens, length=length, pad_id=tokenizer.eos_id, packed=data.pack, dpo_beta=beta)
     training, held_out = rows(extents[:first_held_out]), rows(extents[first_held_out:])
     training.tokenizer_config = template.as_tokenizer_config()
     training.summary = f"{summary}; {pluralize(len(training), 'sample')} for training, {training.filled:.0%} full."

@@ -8,7 +8,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -29,9 +29,7 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> np.ndarray:
-        """Returns `length + 1` int64 tokens; -100 marks an ignored target."""
-        ...
+    def __getitem__(self, index: int) -> np.ndarray: ...  # `length + 1` int64 tokens; -100 marks an ignored target
 
 
 class CountedSource:
@@ -63,11 +61,10 @@ class Subset(CountedSource):
 
 
 class Mixture(CountedSource):
-    """Interleaves several sources in one stream by weight; as a dataset, their concatenation.
-
-    The first source gets its share of all stream positions, evenly spread, the next its share of the remaining ones,
-    and so on. In any prefix of the stream each source has its share, to within one sample per preceding source. Each
-    source is shuffled and repeated on its own."""
+    """Interleaves several sources in one stream by weight; as a dataset, their concatenation. The first source gets its
+    share of all stream positions, evenly spread, the next its share of the remaining ones, and so on. In any prefix of
+    the stream each source has its share, to within one sample per preceding source. Each source is shuffled and
+    repeated on its own."""
 
     WEIGHT_BITS = 24  # fixed-point bits of a weight; products fit 64 bits for positions below 2^39
 
@@ -132,14 +129,10 @@ class Samples:
     tokens: Tensor
     targets: Tensor
     ids: Tensor
-    document_ids: Tensor | None = None
-    """The document that each token of the full sequence belongs to (B, S); None: each sequence is one document."""
-    inputs: tuple[Tensor, ...] = ()
-    """The tensors (B, ...) of a batch for a module that is not ours (`shardwise.adapters`); every stage gets them."""
-    counts: Tensor | None = None
-    """The number of targets of each sample (B,), if `targets` does not tell it; always set with `inputs`."""
-    preference: Tensor | None = None
-    """Of pairs of answers (B, 2): reference and beta of each (`shardwise.models.preference`)."""
+    document_ids: Tensor | None = None  # of each token of the full sequence (B, S); None: each is one document
+    inputs: tuple[Tensor, ...] = ()  # tensors (B, ...) of a batch for a module that is not ours; all stages get them
+    counts: Tensor | None = None  # targets of each sample (B,), if `targets` does not tell it; set with `inputs`
+    preference: Tensor | None = None  # of pairs of answers (B, 2): reference and beta (`shardwise.models.preference`)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -225,18 +218,20 @@ class SampleStream:
     def read(self, positions: np.ndarray) -> Samples:
         if hasattr(self.source, "samples"):  # it builds batches itself: its samples are not token sequences
             return self.source.samples(self.indices(positions), positions)  # type: ignore[no-any-return]
-        rows = np.stack([self._read_sample(index) for index in self.indices(positions).tolist()])
+        rows = np.stack([read_sample(self.source, index) for index in self.indices(positions).tolist()])
         parts = (*self.objective(rows, positions), positions.astype(np.int64))
         return Samples.from_tensors(torch.from_numpy(part) for part in parts)
 
-    def _read_sample(self, index: int) -> np.ndarray:
-        try:
-            return self.source[index]
-        except DataError:
-            raise
-        except Exception as error:
-            cause = f"{type(error).__name__}: {error}"
-            raise DataError(f"sample {index} of {type(self.source).__name__} cannot be read: {cause}.") from error
+
+def read_sample(dataset: Any, index: int) -> Any:
+    """Returns a sample; raises DataError if it cannot be read."""
+    try:
+        return dataset[index]
+    except DataError:
+        raise
+    except Exception as error:
+        cause = f"{type(error).__name__}: {error}"
+        raise DataError(f"sample {index} of {type(dataset).__name__} cannot be read: {cause}.") from error
 
 
 def job_stream(job: Job, source: Source, shuffle: bool = True) -> SampleStream:

@@ -1,11 +1,15 @@
 """Text sources: finds their files, reads the documents in a fixed order, and encodes them into a token file.
 
-    stdlib   the source code of the running Python's standard library: a corpus that every machine has
-    text     a file, a folder (all non-hidden text files below it) or a glob; one document per file
-    jsonl    like text, but each line is a JSON object whose field `data.text_field` is a document
-    parquet, datasets   rows of tables (`table_files.py`), whose column `data.text_field` is a document
+    stdlib     the source code of the running Python's standard library: a corpus that every machine has
+    text       a file, a folder (all non-hidden text files below it) or a glob; one document per file; of a tar shard
+               (WebDataset) one per sample: its .txt file, or else the field `data.text_field` of its .json file
+    jsonl      like text, but each line is a JSON object whose field `data.text_field` is a document
+    parquet    rows of tables, whose column `data.text_field` is a document
+    datasets   the same of Arrow files that `Dataset.save_to_disk` of Hugging Face writes, or of a streamed dataset:
+               `stream:NAME?split=train&name=CONFIG&revision=COMMIT`, with the options of `load_dataset`
 
-Text files are read in chunks of at most 2 x CHUNK_CHARS characters that end at line breaks where possible."""
+Text files are read in chunks of at most 2 x CHUNK_CHARS characters that end at line breaks where possible.
+A stream cannot go back, so its first `data.samples` rows are read once, into the run's token file."""
 
 import glob
 import io
@@ -13,24 +17,29 @@ import json
 import os
 import re
 import sysconfig
+import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from itertools import chain, groupby, islice, pairwise
+from itertools import accumulate, chain, groupby, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import parse_qsl
 
 import numpy as np
 
 from shardwise.console import pluralize
 from shardwise.data.input_files import DECOMPRESSORS, BadRecords, DataFile, DataRecord
-from shardwise.data.table_files import STREAM, read_rows, stream_rows
 from shardwise.data.token_file import RAW_DTYPES, write_token_arrays
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer, parse_bpe_size, train_bpe
 from shardwise.errors import DataError, shorten, suggest
-from shardwise.files import os_errors_as, require_parent_folder
+from shardwise.files import import_extra, os_errors_as, require_parent_folder
 from shardwise.job import DataConfig
 
 CHUNK_CHARS = 1 << 20
+STREAM = "stream:"
+MAX_BPE_TRAINING_BYTES = 128 << 20  # sampled evenly, to train BPE on; more takes hours and hardly changes it
+ENCODE_BATCH_CHARS = 8 << 20  # characters per call of the tokenizer
+TAR = re.compile(rf"\.tar({'|'.join(map(re.escape, DECOMPRESSORS))})?$")
 ROW_SOURCES = ("jsonl", "parquet", "datasets")  # each of their rows is a document
 TEXT_SOURCES = ("stdlib", "text", *ROW_SOURCES)
 _LINES = (".jsonl", ".ndjson", *(f"{kind}{end}" for kind in (".jsonl", ".ndjson", ".json") for end in DECOMPRESSORS))
@@ -109,6 +118,8 @@ def read_chunks(data: DataConfig, files: Sequence[DataFile], bad: BadRecords | N
             if data.source in ROW_SOURCES:
                 rows = _read_lines(file) if data.source == "jsonl" else read_rows(file.path, data.text_field)
                 yield from _read_texts(rows, data.text_field, bad_records)
+            elif TAR.search(file.path.name):
+                yield from _read_texts(_read_tar(file, data.text_field), data.text_field, bad_records)
             elif _is_text(file):
                 yield from _read_text_file(file)
             elif is_named_file:
@@ -135,6 +146,49 @@ def _read_text_file(extent: DataFile) -> Iterator[TextChunk]:
 def _read_lines(extent: DataFile) -> Iterator[tuple[str, Any]]:
     with extent.open() as file:
         yield from ((f"{extent.path}, line {number}", line) for number, line in enumerate(file, 1) if line.strip())
+
+
+def read_rows(path: Path, field: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the rows of a file, each with words that say where it is; of the columns only `field`."""
+    arrow, parquet = (import_extra(name, "arrow", str(path)) for name in ("pyarrow", "pyarrow.parquet"))
+    number, is_parquet = 0, path.suffix == ".parquet"
+    try:
+        table = parquet.ParquetFile(path) if is_parquet else arrow.ipc.open_stream(arrow.memory_map(str(path)))
+        names = (table.schema_arrow if is_parquet else table.schema).names
+        if field not in names:
+            raise DataError(f"{path} has no column {field!r} (data.text_field); {suggest(field, names)}")
+        for batch in table.iter_batches(1000, columns=[field]) if is_parquet else table:
+            for number, text in enumerate(batch.column(field).to_pylist(), start=number + 1):  # noqa: B020
+                yield f"{path}, row {number}", {field: text}
+    except (arrow.ArrowException, UnicodeDecodeError) as error:
+        place, reason = f" after row {number:,}" if number else "", shorten(str(error).splitlines()[0])
+        raise DataError(f"{path} cannot be read as a table{place}: {reason}. Write or copy it again.") from None
+
+
+def stream_rows(data: DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the first `data.samples` rows of a dataset on the Hub, or of a folder, without downloading the rest."""
+    if "samples" not in data.model_fields_set:
+        raise DataError(f"data.path = {data.path!r} may be endless; set data.samples to the number of rows to take.")
+    name, _, query = data.path.removeprefix(STREAM).partition("?")
+    datasets, options = import_extra("datasets", "datasets", data.path), {"split": "train", **dict(parse_qsl(query))}
+    try:
+        rows = islice(datasets.load_dataset(name, streaming=True, **options), data.samples)
+        yield from ((f"{data.path}, row {number}", row) for number, row in enumerate(rows, start=1))
+    except Exception as error:  # of the library, the network or a file: hundreds of kinds
+        raise DataError(f"data.path = {data.path!r}: {type(error).__name__}: {shorten(str(error))}.") from None
+
+
+def _read_tar(extent: DataFile, field: str) -> Iterator[tuple[str, Any]]:
+    """Yields the samples of a tar shard of WebDataset, each the files of one name that follow each other."""
+    try:
+        with tarfile.open(fileobj=extent.open(), mode="r|") as tar:
+            read = (m for m in tar if m.isreg() and m.name.endswith((".txt", ".json")))
+            for name, members in groupby(read, lambda member: re.sub(r"\.[^/]*$", "", member.name)):
+                found = {Path(m.name).suffix: tar.extractfile(m).read() for m in members}  # type: ignore[union-attr]
+                text = found.get(".txt", b"").decode("utf-8-sig", "surrogateescape")
+                yield f"{extent.path}, {name}", {field: text} if ".txt" in found else found[".json"]
+    except (tarfile.TarError, EOFError) as error:
+        raise DataError(f"{extent.path} cannot be read as a tar file: {error}. Copy it again.") from None
 
 
 def _read_texts(rows: Iterable[tuple[str, Any]], field: str, bad_records: BadRecords) -> Iterator[TextChunk]:
@@ -169,11 +223,6 @@ def _text_of(record: dict[str, Any], field: str) -> str:
     except UnicodeEncodeError as error:
         raise DataError(f"field {field!r} is not Unicode text ({error.reason}); fix or drop it.") from None
     return text
-
-
-MAX_BPE_TRAINING_BYTES = 128 << 20
-"""A BPE tokenizer is trained on about this many bytes, sampled evenly; more takes hours and hardly changes it."""
-ENCODE_BATCH_CHARS = 8 << 20  # characters per call of the tokenizer
 
 
 def encode_source(data: DataConfig, out: Path) -> str:
@@ -223,14 +272,9 @@ def encode_files(data: DataConfig, files: Sequence[DataFile], tokenizer: Tokeniz
 
 
 def _batch_chunks(chunks: Iterator[TextChunk]) -> Iterator[list[TextChunk]]:
-    total = 0
-
-    def batch_number(chunk: TextChunk) -> int:
-        nonlocal total
-        total += len(chunk.text)
-        return total // ENCODE_BATCH_CHARS
-
-    return (list(group) for _, group in groupby(chunks, batch_number))
+    sized = ((len(chunk.text), chunk) for chunk in chunks)
+    ends = accumulate(sized, lambda before, one: (before[0] + one[0], one[1]))  # characters up to each, and it
+    return ([chunk for _, chunk in group] for _, group in groupby(ends, lambda one: one[0] // ENCODE_BATCH_CHARS))
 
 
 def load_or_train_bpe(data: DataConfig, files: Sequence[DataFile], path: Path | None, bad: BadRecords) -> Tokenizer:

@@ -3,11 +3,9 @@
 Encoding is slow and happens once; training reads windows at random offsets. Every text source is therefore encoded into
 this format: a header of 32 bytes, then little-endian tokens in the narrowest type that the vocabulary fits. The fields
 of the header are in docs/how-to/token-files.md. Headerless files of other trainers need their type in the path
-(`train.bin:uint16`): the file itself does not identify it, and a wrong guess would train on noise.
-
-Samples are windows of fixed length. With sequence length S, sample i is the tokens [i S, i S + S + 1). Its last token
-is the next sample's first, so every token of a file's windows except the first is a target exactly once. An incomplete
-last window is dropped."""
+(`train.bin:uint16`): the file itself does not identify it, and a wrong guess would train on noise. Samples are windows
+of fixed length. With sequence length S, sample i is the tokens [i S, i S + S + 1). Its last token is the next sample's
+first, so every token of a file's windows but the first is a target once. The rest is dropped."""
 
 import os
 import struct

@@ -107,7 +107,6 @@ class HuggingFaceTokenizer:
 
     def _bytes_per_token(self) -> np.ndarray | None:
         """Returns the number of bytes of each id of a byte-level tokenizer; None for others, which have to decode.
-
         Decoding is inexact for ids that begin or end within a character, which the windows of a corpus do."""
         if '"ByteLevel"' not in json.dumps(json.loads(self._tokenizer.to_str())["decoder"]):
             return None
@@ -154,10 +153,8 @@ def train_bpe(texts: Iterable[str], size: int) -> HuggingFaceTokenizer:
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()  # so that any text can be encoded
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=size, special_tokens=[EOS_TOKEN], initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    options = {"special_tokens": [EOS_TOKEN], "initial_alphabet": alphabet, "show_progress": False}
+    tokenizer.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(vocab_size=size, **options))
     return HuggingFaceTokenizer(tokenizer, f"bpe:{size}")
 
 

@@ -87,8 +87,7 @@ class ShardedDecoder:
         return None
 
     def _parts(self, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor, VocabShard | None]]:
-        """Yields, where this rank has the head, the logits of its part of rows, their rows, their positions and its
-        part of the vocabulary."""
+        """Yields, where this rank has the head: logits of its rows, these, their positions, its part of the vocab."""
         engine, data, size = self.engine, self.engine.mesh["data"], self.job.samples
         positions = torch.arange(self.length) if engine.positions is None else engine.positions.cpu()
         padded = torch.nn.functional.pad(tokens, (0, self.length - tokens.shape[1], 0, -len(tokens) % size))
@@ -129,10 +128,8 @@ class ShardedDecoder:
 class LanguageModel:
     """A run or a folder, with the three methods of lm-eval's interface."""
 
-    def __init__(
-        self, path: str | Path, layout: str = "", step: int | str = "", batch_size: int | str = 8,
-        overrides: Sequence[str] = (), **ignored: Any,
-    ):  # fmt: skip
+    def __init__(self, path: str | Path, layout: str = "", step: int | str = "", batch_size: int | str = 8,
+                 overrides: Sequence[str] = (), **ignored: Any):  # fmt: skip
         super().__init__()  # of lm-eval's LM, if this is one
         path, self.batch = Path(path), int(batch_size) if str(batch_size).isdecimal() else 8
         job, is_run = load_eval_job(path, overrides), (path / "job.toml").is_file()
@@ -150,10 +147,8 @@ class LanguageModel:
             raise DataError(f"{path}: the tokenizer has {self.tokenizer.vocab} ids, more than the model's vocabulary.")
         checkpoint = open_checkpoint(folder, str(step), dtype) if is_run else None
         if parsed.world > 1:
-            self.decoder: Any = ShardedDecoder(
-                _in_batches(job, parsed, self.batch), parsed, checkpoint.checkpoint if checkpoint else None,
-                init_distributed(parsed.world, job),
-            )  # fmt: skip
+            batched, saved = _in_batches(job, parsed, self.batch), checkpoint.checkpoint if checkpoint else None
+            self.decoder: Any = ShardedDecoder(batched, parsed, saved, init_distributed(parsed.world, job))
         else:
             require_memory(job, 8)
             model = checkpoint.load(dtype) if checkpoint else job.family.build_reference(job.model, job.seed, dtype)
@@ -235,7 +230,6 @@ class LanguageModel:
         stop = options.get("until") or ()
         tokens = options.get("max_gen_toks", options.get("max_new_tokens", min(256, self.length // 2)))
         temperature = float(options.get("temperature") or 0.0) if options.get("do_sample", True) else 0.0
-        return Sampling(
-            int(tokens), temperature, int(options.get("top_k", 0)), float(options.get("top_p", 1.0)),
-            (stop,) if isinstance(stop, str) else tuple(stop), self.tokenizer.eos_id, int(options.get("seed", 0)),
-        )  # fmt: skip
+        return Sampling(int(tokens), temperature, int(options.get("top_k", 0)), float(options.get("top_p", 1.0)),
+                        (stop,) if isinstance(stop, str) else tuple(stop), self.tokenizer.eos_id,
+                        int(options.get("seed", 0)))  # fmt: skip

@@ -51,11 +51,9 @@ def _perplexity(model: Any, texts: Sequence[str]) -> dict[str, float]:
     windows = [window for text in texts for window in model.rolling_requests(text)]
     total = sum(score for score, _ in model.score_tokens(windows))
     tokens, size = sum(len(window[1]) for window in windows), sum(len(text.encode()) for text in texts)
-    return {
-        "documents": len(texts), "tokens": tokens, "bytes": size, "loss": -total / tokens,
-        "perplexity": _exp(-total / tokens), "byte_perplexity": _exp(-total / size),
-        "bits_per_byte": -total / size / math.log(2),
-    }  # fmt: skip
+    return {"documents": len(texts), "tokens": tokens, "bytes": size, "loss": -total / tokens,
+            "perplexity": _exp(-total / tokens), "byte_perplexity": _exp(-total / size),
+            "bits_per_byte": -total / size / math.log(2)}  # fmt: skip
 
 
 def _exp(value: float) -> float:
@@ -207,10 +205,8 @@ def own_metric(name: str) -> Callable[[dict[str, Any], Any], Any]:
     return function  # type: ignore[no-any-return]
 
 
-def evaluate(
-    path: Path, data: Sequence[str], tasks: Sequence[Path], layout: str = "", step: str = "",
-    overrides: Sequence[str] = (), batch: int = 8,
-) -> Results:  # fmt: skip
+def evaluate(path: Path, data: Sequence[str], tasks: Sequence[Path], layout: str = "", step: str = "",
+             overrides: Sequence[str] = (), batch: int = 8) -> Results:  # fmt: skip
     """Returns the metrics of each data file and of each task. A layout of several processes gets a world of its own,
     on the CPU; under torchrun, it is that of torchrun."""
     if not data and not tasks:

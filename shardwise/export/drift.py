@@ -1,14 +1,9 @@
 """The profile of a run's data, and `shardwise drift`, which compares new data with it.
 
 A profile has histograms with fixed bins, column by column, small enough to travel with the model. Text has a row per
-document (a text file is cut into passages): its length in bytes, tokens per byte, the shares of classes of bytes,
-whether it repeats another one; and the counts of the most frequent tokens. Images and clicks have a row per sample and
-a column per channel or feature. New data is counted in the same bins.
-
-For each column: the population stability index (PSI), a measure of size, and a test, a measure of chance: Kolmogorov-
-Smirnov for numbers, chi-square for tokens, whose counts are scaled to the number of documents, because tokens of one
-document are not independent. A column has drifted if its PSI exceeds the threshold by more than chance gives, and if
-its p-value is below 1% divided by the number of columns."""
+document (a text file is cut into passages), images and clicks one per sample. New data is counted in the same bins. A
+column has drifted if its population stability index, a measure of size, and a test, a measure of chance, say so
+(docs/how-to/hand-over.md). Counts of tokens are scaled to the number of documents, whose tokens are not independent."""
 
 import json
 import math
@@ -146,7 +141,6 @@ class ColumnDrift:
 
 
 def compare_columns(old: Columns, new: Columns, threshold: float = THRESHOLD) -> list[ColumnDrift]:
-    """Compares each column of two profiles with the same bins."""
     return [_compare(name, old[name], new[name], threshold, len(new)) for name in old if name in new]
 
 

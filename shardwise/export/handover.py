@@ -44,17 +44,14 @@ WATTS = {"GPU": 700, "CPU": 65}  # per process
 PROMPT_TOKENS, GREEDY_TOKENS, PROFILED_SAMPLES = 16, 16, 32
 
 
-def hand_over(
-    run: Path, out: Path, step: str, dtype: str, max_file_bytes: int, check: bool, merge: bool, gates: Sequence[str]
-) -> Iterator[str]:
+def hand_over(run: Path, out: Path, step: str, dtype: str, max_file_bytes: int, check: bool, merge: bool,
+              gates: Sequence[str]) -> Iterator[str]:  # fmt: skip
     """Exports a run with everything beside the weights. Yields what was done, in sentences."""
     folder = RunFolder.open(run)
     conditions = folder.job().export.conditions() | _parse_gates(gates)
-    return export_run(
-        run, out, step, dtype, max_file_bytes, check, merge,
-        before=lambda export: check_gates(folder, export.step, conditions),
-        after=lambda export, place, checked: _write_beside(folder, export, place, checked, merge),
-    )  # fmt: skip
+    before = lambda export: check_gates(folder, export.step, conditions)  # noqa: E731
+    after = lambda export, place, checked: _write_beside(folder, export, place, checked, merge)  # noqa: E731
+    return export_run(run, out, step, dtype, max_file_bytes, check, merge, before, after)
 
 
 def _parse_gates(gates: Sequence[str]) -> dict[str, tuple[str, float]]:
@@ -114,17 +111,14 @@ def _write_beside(folder: RunFolder, export: Export, out: Path, checked: str, me
     write_text(out / "README.md", fill_in(ASSETS / "card.md", facts) + "\n")
     if not (out / PROGRAM).exists():  # of which MLflow knows nothing
         write_text(out / "MLmodel", fill_in(ASSETS / "MLmodel", facts) + "\n")
-    hashes = {
-        path.name: _sha256(path) for path in sorted(out.iterdir()) if path.suffix in (".safetensors", ".json", ".pt2")
-    }
+    hashed = [path for path in sorted(out.iterdir()) if path.suffix in (".safetensors", ".json", ".pt2")]
     data_files = {name: [file.size, file.digest] for name, file in folder.data_record().files.items()}
-    proof = {
-        "run": folder.path.name, "step": export.step, "layout": facts["layout"], "processes": facts["world"],
-        "checked": checked or "no: exported without --check", "smoke_test": told or "no: exported without --check",
-        "versions": {name: _version(name) for name in ("shardwise", "torch", "transformers", "tokenizers")},
-        "python": sys.version.split()[0], "job_sha256": _sha256(folder.path / "job.toml"), "sha256": hashes,
-        "data_bytes_and_hashes": data_files, "gates": job.export.gates, **{k: facts[k] for k in ("layouts", "metrics")},
-    }  # fmt: skip
+    proof = {"run": folder.path.name, "step": export.step, "layout": facts["layout"], "processes": facts["world"],
+             "checked": checked or "no: exported without --check", "smoke_test": told or "no: exported without --check",
+             "versions": {name: _version(name) for name in ("shardwise", "torch", "transformers", "tokenizers")},
+             "python": sys.version.split()[0], "job_sha256": _sha256(folder.path / "job.toml"),
+             "sha256": {path.name: _sha256(path) for path in hashed}, "data_bytes_and_hashes": data_files,
+             "gates": job.export.gates, **{k: facts[k] for k in ("layouts", "metrics")}}  # fmt: skip
     write_text(out / "proof.json", json.dumps(proof, indent=1) + "\n")
     return told
 
@@ -198,17 +192,15 @@ def _facts(folder: RunFolder, export: Export, merge: bool) -> dict[str, Any]:
     has_config = is_whole and family.has_huggingface_form(model)
     config = family.export_config(model) if has_config else {"architectures": ["program"]} if is_whole else {}
     architecture = (config.get("architectures") or ["PeftModel"])[0]
-    return {
-        "name": folder.path.resolve().name, "job": job, "step": export.step, "dtype": dtype_name(export.dtype),
-        "architecture": architecture, "library": "pytorch" if is_whole and not has_config else "transformers",
-        "is_lm": job.model.is_causal_lm or architecture.endswith(("CausalLM", "LMHeadModel")),
-        "parameters": sum(weight.numel() for _, weight in export.model.named_unique_parameters()),
-        "files": [(Path(name).name, file.size) for name, file in files.files.items()], "samples": files.samples,
-        "layout": manifest["layout"], "layouts": layouts, "world": int(manifest["world"]), "hours": hours,
-        "watts": watts, "flops": 3 * sum(forward_flops(job.model)) * (export.step * job.samples),
-        "metrics": measured(folder, export.step), "transformers": _version("transformers"),
-        "uuid": uuid.uuid4().hex, "time": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S.%f"),
-    }  # fmt: skip
+    return {"name": folder.path.resolve().name, "job": job, "step": export.step, "dtype": dtype_name(export.dtype),
+            "architecture": architecture, "library": "pytorch" if is_whole and not has_config else "transformers",
+            "is_lm": job.model.is_causal_lm or architecture.endswith(("CausalLM", "LMHeadModel")),
+            "parameters": sum(weight.numel() for _, weight in export.model.named_unique_parameters()),
+            "files": [(Path(name).name, file.size) for name, file in files.files.items()], "samples": files.samples,
+            "layout": manifest["layout"], "layouts": layouts, "world": int(manifest["world"]), "hours": hours,
+            "watts": watts, "flops": 3 * sum(forward_flops(job.model)) * (export.step * job.samples),
+            "metrics": measured(folder, export.step), "transformers": _version("transformers"),
+            "uuid": uuid.uuid4().hex, "time": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S.%f")}  # fmt: skip
 
 
 def _version(package: str) -> str:

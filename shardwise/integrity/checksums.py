@@ -26,6 +26,7 @@ from shardwise.step import count_targets
 
 MAX_PARTS = 100  # of the tensors, of which each step checks one (see `CorruptionDetector`)
 INT_DTYPES = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+HASH_MULTIPLIER = 0x5851F42D4C957F2D
 COPY_KINDS = ("replicas", "expert_replicas", "full_weights", "tensor", "tied")
 """How a tensor is replicated: shards across data-parallel replicas; the same for expert shards; full weights under
 ZeRO-1; parameters that tensor parallelism does not shard; weights tied between the first and the last stage."""
@@ -51,10 +52,8 @@ class TrackedTensor:
 
 
 class Checksums(NamedTuple):
-    """The checksums of some tensors, and the label and copy kinds of each."""
-
     values: Tensor
-    labels: list[tuple[str, frozenset[str]]]
+    labels: list[tuple[str, frozenset[str]]]  # and copy kinds
 
 
 def compute_checksums(tracked: Sequence[TrackedTensor], device: torch.device) -> Checksums:
@@ -70,8 +69,7 @@ class StateChecksums:
         self.engine, self.optimizer = engine, optimizer
         tied = [param_shard.name for param_shard in engine.tied] if engine.mesh.tied_stages.size > 1 else []
         self.entries = [(w, shard, self._copy_kinds_of(shard, tied)) for w, shard in engine.data.param_pairs]
-        self.keeps_full_weights = isinstance(engine.data, Zero1)
-        """Whether every data-parallel rank keeps full weights (ZeRO-1), of which it updates a shard."""
+        self.keeps_full_weights = isinstance(engine.data, Zero1)  # of which each rank updates a shard
 
     def _copy_kinds_of(self, param_shard: ParamShard, tied: list[str]) -> frozenset[str]:
         kinds = set()
@@ -84,7 +82,7 @@ class StateChecksums:
         return frozenset(kinds)
 
     def weights(self) -> list[TrackedTensor]:
-        """Returns the weights, and the low-precision copies that modules compute with. Embedding tables in host memory
+        """Returns the weights, and the low-precision copies that modules compute with. Embedding tables
         are left out: they are too large to read in every step."""
         tracked = []
         has_full_copies = self.keeps_full_weights and self.engine.mesh["fsdp"].size > 1
@@ -130,10 +128,9 @@ def reference_ranks(layout: Layout, local_sgd: bool) -> Tensor:
     has no copies). The last two columns are for the two results of a redundantly computed micro-batch."""
     grid = torch.arange(layout.world).reshape([getattr(layout, axis) for axis in AXES])
     replicate = [] if local_sgd else ["replicate"]
-    axes_by_kind = {
-        "replicas": [*replicate, *(["context"] if layout.shard == 1 else [])], "expert_replicas": replicate,
-        "full_weights": [*replicate, "shard", "context"], "tensor": ["tensor"], DATA_PARALLEL: [*replicate, "shard"],
-    }  # fmt: skip
+    axes_by_kind = {"replicas": [*replicate, *(["context"] if layout.shard == 1 else [])], "expert_replicas": replicate,
+                    "full_weights": [*replicate, "shard", "context"], "tensor": ["tensor"],
+                    DATA_PARALLEL: [*replicate, "shard"]}  # fmt: skip
     columns = []
     for kind in (*COPY_KINDS, DATA_PARALLEL, DATA_PARALLEL):
         reference = grid.clone()
@@ -145,17 +142,11 @@ def reference_ranks(layout: Layout, local_sgd: bool) -> Tensor:
     return torch.stack(columns, 1)
 
 
-HASH_MULTIPLIER = 0x5851F42D4C957F2D
-
-
 class RedundantCompute:
-    """Before some steps, all data-parallel ranks compute a micro-batch that one of them, the owner, trains on.
-
-    Checksums do not detect a device that computes wrong results before gradients are reduced. Every
-    `run.redundant_compute_every` steps, all compute the loss of one micro-batch, drawn from the seed and the step, and
-    its gradient with respect to the output of the first module. The owner computes both again in the step itself. All
-    results are bitwise equal, and the majority is right: even two ranks give three results. On a GPU only the loss is
-    compared, because attention backward kernels sum in no fixed order."""
+    """Before some steps, all data-parallel ranks compute a micro-batch that one of them, the owner, trains on. They
+    compare its loss and the gradient with respect to the output of the first module; the owner computes both again in
+    the step itself. All results are bitwise equal, and the majority is right: even two ranks give three results. On a
+    GPU only the loss is compared, because attention backward kernels sum in no fixed order."""
 
     def __init__(self, job: Job, engine: Engine):
         self.job, self.engine, self.data = job, engine, engine.mesh["data"]
@@ -189,8 +180,7 @@ class RedundantCompute:
             self._record_step(micro_batch_index)
 
     def find_outliers(self, votes: list[tuple[int, int]]) -> list[int]:
-        """Returns the ranks whose votes (redundant and step result) differ from the majority; all without a
-        majority."""
+        """Returns the ranks whose votes (redundant and step result) differ from the majority; all if there is none."""
         results = [vote[0] for vote in votes] + [votes[self.owner][1]]
         value, count = Counter(results).most_common(1)[0]
         if 2 * count <= len(results):

@@ -1,19 +1,9 @@
 """Detects loss spikes, non-finite gradients and silent data corruption, and decides what to do. All ranks decide alike.
 
-A replay of a step finds where non-finite values first appear. Corruption is detected in the step where it happens, with
-the rank and the tensor:
-
-- Memory: weights and optimizer states must have the same checksums right before an update as right after the previous
-  one. Otherwise the memory of that rank changed.
-- Copies: replicated weights, states and reduced gradients must have the same checksums on all their ranks after each
-  update. Otherwise the minority is wrong; between two ranks, a replay of the step shows which one was.
-- Compute: other ranks recompute some micro-batches of a rank (`RedundantCompute`).
-
-It adds no synchronization: checksums stay on the device, one small row per rank is all-gathered with the stop flag, and
-the result is read with the loss. All ranks roll back to the last checkpoint; none is kept with a corrupt state.
-
-If checking every tensor would take more than about 1% of a step, each step checks one part of them in turn, until the
-first corruption. A tensor that only one rank has is protected only while its part is being checked."""
+A replay of a step finds where non-finite values first appear. Corruption is found in its step, with rank and tensor, by
+checksums of memory and of copies, and by micro-batches that several ranks compute (docs/explanation/corruption.md). It
+adds no synchronization: checksums stay on the device, one small row per rank is all-gathered with the stop flag, and
+the result is read with the loss. All ranks roll back to the last checkpoint; none is kept with a corrupt state."""
 
 import json
 import math
@@ -45,13 +35,19 @@ from shardwise.parallel.engine import Engine
 from shardwise.step import backward
 
 WINDOW, MIN_HISTORY = 64, 16  # recent losses to compare with; with fewer than MIN_HISTORY nothing is a spike
+MAX_SKIPPED_STEPS = 10  # consecutive steps with non-finite gradients after which the run ends
+MAX_SPIKE_ROLLBACKS = 5  # loss spikes per run whose batches are skipped
+SIGNAL, CHANGED, FIRST_COPY = 0, 1, 2  # columns of a rank's row
+MAX_OVERHEAD = 0.008  # share of a step that checksums may take
+FLOPS_PER_BYTE = {"cpu": 1.5, "cuda": 120.0}  # measured: compute forgone per byte that a checksum reads
+FLOPS_PER_CHECKSUM = {"cpu": 4e5, "cuda": 6e9}  # measured: compute forgone per checksum launched
+MICRO_BATCH = "micro-batch"
 
 
 class LossSpikeDetector:
-    """Detects losses more than `threshold` deviations above the median of recent losses.
-
-    A deviation is 1.4826 times the median absolute deviation, which estimates the standard deviation robustly and is
-    equal to it for a normal distribution. It is at least 0.1% of the median."""
+    """Detects losses more than `threshold` deviations above the median of recent losses. A deviation is 1.4826 times
+    the median absolute deviation, which estimates the standard deviation robustly and is equal to it for a normal
+    distribution. It is at least 0.1% of the median."""
 
     def __init__(self, threshold: float):
         self.threshold, self.history = threshold, deque[float](maxlen=WINDOW)
@@ -112,10 +108,6 @@ def _describe_origin(findings: list[tuple[int, int, tuple[str, str] | None]]) ->
     return f"non-finite values first appear in {' '.join(first)} on {format_ranks(ranks)}"
 
 
-MAX_SKIPPED_STEPS = 10  # consecutive steps with non-finite gradients after which the run ends
-MAX_SPIKE_ROLLBACKS = 5  # loss spikes per run whose batches are skipped
-
-
 @dataclass(frozen=True)
 class Verdict:
     """The outcome of the last step, read from the device; the same on every rank."""
@@ -140,10 +132,8 @@ class Rollback(Exception):
 class AnomalyPolicy:
     """Applies `run.on_nan` and `run.loss_spike_threshold` after each step."""
 
-    def __init__(
-        self, job: Job, engine: Engine, can_replay: bool, skipped_windows: Callable[[], int],
-        log_event: Callable[..., None],
-    ):  # fmt: skip
+    def __init__(self, job: Job, engine: Engine, can_replay: bool, skipped_windows: Callable[[], int],
+                 log_event: Callable[..., None]):  # fmt: skip
         """`can_replay`: a step can be replayed. `skipped_windows`: how many spikes had their batches skipped."""
         self.job, self.engine, self.can_replay = job, engine, can_replay
         self.skipped_windows, self.log_event = skipped_windows, log_event
@@ -180,13 +170,6 @@ class AnomalyPolicy:
             raise RunError(f"{problem}; lower optimizer.lr or use bf16.")
 
 
-SIGNAL, CHANGED, FIRST_COPY = 0, 1, 2  # columns of a rank's row
-MAX_OVERHEAD = 0.008  # share of a step that checksums may take
-FLOPS_PER_BYTE = {"cpu": 1.5, "cuda": 120.0}  # measured: compute forgone per byte that a checksum reads
-FLOPS_PER_CHECKSUM = {"cpu": 4e5, "cuda": 6e9}  # measured: compute forgone per checksum launched
-MICRO_BATCH = "micro-batch"
-
-
 @dataclass(frozen=True)
 class Corruption:
     """A detected corruption. If `ranks` has several entries, one of them is wrong."""
@@ -200,10 +183,8 @@ class Corruption:
 class CorruptionDetector:
     """Checks this rank's state around every update. All ranks call the same methods in the same order."""
 
-    def __init__(
-        self, job: Job, engine: Engine, optimizer: torch.optim.Optimizer, run: Path, flops: float,
-        log_event: Callable[..., None],
-    ):  # fmt: skip
+    def __init__(self, job: Job, engine: Engine, optimizer: torch.optim.Optimizer, run: Path, flops: float,
+                 log_event: Callable[..., None]):  # fmt: skip
         """`flops`: FLOPs per step of this rank; 0 disables the detector. `run`: the run folder (`quarantine.json`)."""
         self.job, self.engine, self.flops, self.log_event = job, engine, flops, log_event
         self.state_checksums, self.redundant_compute = StateChecksums(engine, optimizer), RedundantCompute(job, engine)
@@ -412,7 +393,6 @@ class CorruptionDetector:
         if self.engine.mesh.rank == 0:
             write_text(self.quarantine_file, json.dumps(quarantined, indent=1))
         if len(entries) > self.job.run.max_corruptions:
-            raise RunError(
-                f"rank {rank} on {host} was corrupt {pluralize(len(entries), 'time')}, more than run.max_corruptions "
-                f"allows; most recently: {corruption.message}. Remove that device and continue with --resume."
-            )
+            often = f"{pluralize(len(entries), 'time')}, more than run.max_corruptions allows"
+            last = f"most recently: {corruption.message}. Remove that device and continue with --resume."
+            raise RunError(f"rank {rank} on {host} was corrupt {often}; {last}")

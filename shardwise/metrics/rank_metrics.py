@@ -1,8 +1,7 @@
 """Per-rank step metrics: one row of numbers per rank and step, written to `ranks.jsonl`.
 
 Ranks exchange the row of their previous step together with the stop flag, in one collective per step. Rank 0 writes
-one line per window of steps, with sums over the window. Windows grow during the run, so that the file has about two
-thousand lines however long the run is."""
+one line per window of steps, with sums over it. Windows grow, so that the file of any run has about 2000 lines."""
 
 import json
 import math
@@ -32,10 +31,9 @@ WAIT_AXES = (*DEGREES, "data", "local_sgd", "world")
 MEMORY_KINDS = ("weights", "gradients", "optimizer")
 GPU_SENSORS = ("gpu_temperature", "gpu_power", "gpu_utilization")  # degrees Celsius, watts, percent
 # Numeric fields of metrics.jsonl that the page and the trackers read.
-SCALAR_METRICS = (
-    "samples", "loss", "grad_norm", "lr", "tokens_per_s", "seconds", "flops_per_s", "memory_gib", "time",
-    "mfu", "loss_scale", "gradient_compression_ratio", "expert_imbalance", "expert_drop_fraction", *GPU_SENSORS,
-)  # fmt: skip
+SCALAR_METRICS = ("samples", "loss", "grad_norm", "lr", "tokens_per_s", "seconds", "flops_per_s", "memory_gib", "time",
+                  "mfu", "loss_scale", "gradient_compression_ratio", "expert_imbalance", "expert_drop_fraction",
+                  *GPU_SENSORS)  # fmt: skip
 TARGET_LINES = 1000  # a window covers at most total_steps / TARGET_LINES steps ...
 MIN_LINES = 200  # ... and at most step / MIN_LINES, which keeps early windows short
 TIMELINE_SAMPLES = 50  # steps per run whose pipeline timeline is recorded
@@ -43,19 +41,16 @@ ALERT_WINDOW = 20  # steps per check for stragglers and data stalls
 STRAGGLER_RATIO = 1.5  # a straggler computes more than this many times as long as the median of its peers ...
 ALERT_SHARE = 0.2  # ... and delays them by more than this share of the step. Also the threshold for data stalls
 
-# Columns of a row: step start, step time, phases, waits, memory, sensors.
-START, SECONDS, FIRST_PHASE = 0, 1, 2
+START, SECONDS, FIRST_PHASE = 0, 1, 2  # columns of a row: step start, step time, phases, waits, memory, sensors
 FIRST_WAIT = FIRST_PHASE + len(PHASES)
 PEAK_MEMORY = FIRST_WAIT + len(WAIT_AXES)
 FIRST_SENSOR = PEAK_MEMORY + 1 + len(MEMORY_KINDS)
 
 
-def metrics_row(
-    start: float, seconds: float, phase_seconds: Figures, wait_seconds: Figures, device: Figures
-) -> list[float]:
+def metrics_row(start: float, seconds: float, phases: Figures, waits: Figures, device: Figures) -> list[float]:
     """Returns the row of one step of one rank, from its start (Unix time on the clock of rank 0) to the next. Phases do
     not include waits; `device`: bytes of weights, gradients and optimizer state, the peak so far, and sensors."""
-    groups = (phase_seconds, PHASES), (wait_seconds, WAIT_AXES), (device, ("peak", *MEMORY_KINDS, *GPU_SENSORS))
+    groups = (phases, PHASES), (waits, WAIT_AXES), (device, ("peak", *MEMORY_KINDS, *GPU_SENSORS))
     return [start, seconds, *(values.get(name, 0.0) for values, names in groups for name in names)]
 
 
@@ -98,15 +93,13 @@ class RankMetricsWriter:
             values = rows[:, first : first + len(names)].T / scale
             return {name: column.round(5).tolist() for name, column in zip(names, values, strict=True) if column.any()}
 
-        record = {
-            "step": step, "steps": len(self.window), "start": rows[:, START].round(4).tolist(),
-            "seconds": rows[:, SECONDS].round(5).tolist(), "phase_seconds": columns(PHASES, FIRST_PHASE),
-            "wait_seconds": columns(WAIT_AXES, FIRST_WAIT),
-            "memory_gib": (rows[:, PEAK_MEMORY] / gib).round(4).tolist(),
-            "memory_by_kind_gib": columns(MEMORY_KINDS, PEAK_MEMORY + 1, gib), **columns(GPU_SENSORS, FIRST_SENSOR),
-        }  # fmt: skip
-        # A lost line is harmless; checkpoints report a full disk.
-        with suppress(OSError), self.path.open("a") as file:
+        record = {"step": step, "steps": len(self.window), "start": rows[:, START].round(4).tolist(),
+                  "seconds": rows[:, SECONDS].round(5).tolist(), "phase_seconds": columns(PHASES, FIRST_PHASE),
+                  "wait_seconds": columns(WAIT_AXES, FIRST_WAIT),
+                  "memory_gib": (rows[:, PEAK_MEMORY] / gib).round(4).tolist(),
+                  "memory_by_kind_gib": columns(MEMORY_KINDS, PEAK_MEMORY + 1, gib),
+                  **columns(GPU_SENSORS, FIRST_SENSOR)}  # fmt: skip
+        with suppress(OSError), self.path.open("a") as file:  # a lost line is harmless; checkpoints report a full disk
             file.write(json.dumps(record) + "\n")
         self.window = []
 
@@ -180,8 +173,7 @@ def sum_bytes_by_kind(tensors_by_kind: dict[str, Sequence[Any]]) -> dict[str, fl
 
 
 class RankMetricsCollector:
-    """Measures this rank's steps and all-gathers the metrics. Calls `emit_event` for new alerts (stragglers and data
-    stalls, both as `straggler` events)."""
+    """Measures this rank's steps, all-gathers the metrics, emits new stragglers and data stalls (as `straggler`)."""
 
     def __init__(self, job: Job, engine: Engine, optimizer: Optimizer, run_path: Path, emit_event: EmitEvent):
         mesh, world = engine.mesh, engine.mesh.layout.world

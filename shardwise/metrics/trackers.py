@@ -15,19 +15,17 @@ from shardwise.files import parse_record
 from shardwise.job import Job
 from shardwise.metrics.rank_metrics import PHASES, SCALAR_METRICS, WAIT_AXES
 
-CSV_COLUMNS = (
-    "step", *SCALAR_METRICS, "data_wait_seconds", *(f"phase_seconds.{phase}" for phase in (*PHASES, "other")),
-    *(f"wait_seconds.{axis}" for axis in WAIT_AXES),
-)  # fmt: skip
+CSV_COLUMNS = ("step", *SCALAR_METRICS, "data_wait_seconds",
+               *(f"phase_seconds.{phase}" for phase in (*PHASES, "other")),
+               *(f"wait_seconds.{axis}" for axis in WAIT_AXES))  # fmt: skip
 LogFn = Callable[[dict[str, Any]], None]
 
 
 def check_tracker_installed(names: str | tuple[str, ...]) -> None:
     """Raises JobError if a tracker's package is missing. Called before the run starts."""
     for name in (names,) if isinstance(names, str) else names:
-        if name not in ("tensorboard", "wandb", "mlflow") or importlib.util.find_spec(name) is not None:
-            continue
-        raise JobError(f'tracker = "{name}" needs the package {name}: `pip install {name}`; csv needs none.')
+        if name in ("tensorboard", "wandb", "mlflow") and importlib.util.find_spec(name) is None:
+            raise JobError(f'tracker = "{name}" needs the package {name}: `pip install {name}`; csv needs none.')
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -158,7 +156,5 @@ def _mlflow(job: Job, folder: Path) -> LogFn:
     return _log_numbers(job, mlflow.log_metrics, mlflow.end_run)
 
 
-LOG_FN_FACTORIES: dict[str, Callable[[Job, Path], LogFn]] = {
-    "csv": CsvWriter, "prometheus": PrometheusWriter, "tensorboard": _tensorboard, "wandb": _wandb,
-    "mlflow": _mlflow,
-}  # fmt: skip
+LOG_FN_FACTORIES: dict[str, Callable[[Job, Path], LogFn]] = {"csv": CsvWriter, "prometheus": PrometheusWriter}
+LOG_FN_FACTORIES |= {"tensorboard": _tensorboard, "wandb": _wandb, "mlflow": _mlflow}

@@ -1,11 +1,6 @@
 """Checkpoints: written atomically, verified before they are loaded, and loadable into any layout.
 
-    step-00000100/
-        __<rank>_*.distcp   the shards that a rank wrote        tensors.json    file and offset of every shard
-        .metadata           the same as a pickle, for           manifest.json   step, layout, state; size and SHA-256
-                            PyTorch's own tools                                 of every file; written last
-
-Guarantees
+Its files are in docs/reference/run-folder.md. Guarantees:
 - A crash never loses a finished checkpoint: files are written to `step-*.partial-*`, which is renamed once everything
   is on disk. The next start removes leftovers.
 - Nothing is loaded before every byte has been compared with the manifest. Damaged checkpoints are reported, and the
@@ -284,8 +279,7 @@ def collect_pieces(engine: Engine, optimizer: Optimizer) -> Pieces:
                 offsets[dim], sizes[dim], full_shape[dim] = 0, 1, 1
             assert list(value.shape) == sizes, f"{name}: its shape {list(value.shape)} is not its weight's, {size}"
             pieces[name] = CheckpointPiece(value, tuple(offsets), torch.Size(full_shape))
-    # Identical on every rank:
-    buffers = [named for chain in engine.chains for named in chain.named_buffers()]
+    buffers = [named for chain in engine.chains for named in chain.named_buffers()]  # identical on every rank
     whole = {f"buffers.{name}": value for name, value in buffers if not name.endswith(FROZEN_BUFFERS)}
     whole |= {f"scale.{key}": value for key, value in engine.scale.state().items()} if engine.scale.dynamic else {}
     pieces |= weight_pieces(whole)

@@ -4,8 +4,6 @@ A finished checkpoint is `step-<number>`; one that is being written or removed i
 `manifest.json` is written last and has the size and SHA-256 of every other file, and a SHA-256 of its own values.
 `shardwise.train.checkpoint` lists the guarantees."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
@@ -31,9 +29,7 @@ FORMAT_VERSION = 1
 MANIFEST_FILE = "manifest.json"
 # The second number counts repeated saves of a step: an existing folder, maybe a damaged one, is not overwritten.
 FOLDER_PATTERN = re.compile(r"step-(\d+)(?:\.(\d+))?")
-
 FILE_PATTERN = re.compile(r"(?!\.\.?$)[\w.-]+")  # a manifest may come from elsewhere: no path leads out of its folder
-
 T = TypeVar("T")
 
 
@@ -44,11 +40,10 @@ class CheckpointGroup:
     rank: int = 0
     size: int = 1
     group: dist.ProcessGroup | None = None
-    sharing: tuple[int, ...] = (0,)
-    """The ranks that share this rank's run folder: all, unless the run is in an object store and has several nodes."""
+    sharing: tuple[int, ...] = (0,)  # ranks that share this run folder: all, unless nodes have their own (URLs)
 
     @classmethod
-    def create(cls, folder_id: str = "") -> CheckpointGroup:
+    def create(cls, folder_id: str = "") -> "CheckpointGroup":
         """`folder_id`: differs between ranks that do not share a run folder."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls()
@@ -82,9 +77,8 @@ class CheckpointGroup:
         return [value] if self.group is None else all_gather_json(value, self.group)
 
     def on_rank_zero(self, function: Callable[[], T]) -> T:
-        """Calls `function` on rank 0 only; returns its result, or raises its error, on every rank.
-
-        The result must be JSON. Most errors are a RuntimeError on the other ranks."""
+        """Calls `function` on rank 0 only; returns its result, or raises its error, on every rank. The result must be
+        JSON. Most errors are a RuntimeError on the other ranks."""
         if self.group is None:
             return function()
         try:
@@ -150,9 +144,8 @@ class CheckpointChoice:
     damaged: list[tuple[Path, str]]
 
 
-def find_newest_valid(
-    folder: Path, group: CheckpointGroup, step: int | None = None, prepare: Callable[[Path], None] = lambda path: None
-) -> CheckpointChoice:
+def find_newest_valid(folder: Path, group: CheckpointGroup, step: int | None = None,
+                      prepare: Callable[[Path], None] = lambda path: None) -> CheckpointChoice:  # fmt: skip
     """Returns the newest checkpoint, or that of `step`, whose files all match their hashes; skips damaged ones.
     `prepare` is called, on every rank, for each one before it is verified."""
     candidates = shared_list(folder, group)

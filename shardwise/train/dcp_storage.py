@@ -46,7 +46,6 @@ Pieces = dict[str, CheckpointPiece]  # by tensor name
 
 
 def weight_pieces(tensors: Mapping[str, Tensor]) -> Pieces:
-    """Returns whole tensors as pieces."""
     return {name: CheckpointPiece(tensor, (0,) * tensor.dim(), tensor.shape) for name, tensor in tensors.items()}
 
 

@@ -1,16 +1,9 @@
 """`shardwise export`: writes the weights of a run as a folder that transformers loads.
 
 Weights are read and written one by one, so host memory holds the largest of them, not the model. The folder appears
-under its name once it is complete.
-
-Models that transformers does not know become a program of `torch.export`: one file, which needs PyTorch alone.
-
-    program = torch.export.load("model.pt2").module()
-    logits = program(images)              # ResNet: (B, 3, size, size)
-    logits = program(tokens)              # BERT: (B, S); T5: encoder and decoder tokens, one after the other
-    logits = program(numbers, ids, weights)  # DLRM: (B, features), (B, tables, lookups) with -1 for none, their weights
-
-The number of samples is free. `reference.safetensors` holds inputs and what the run's model makes of them."""
+under its name once it is complete. Models that transformers does not know become a program of `torch.export`: one file,
+which needs PyTorch alone, for any number of samples. `reference.safetensors` holds inputs and what the run's model
+makes of them."""
 
 import json
 import shutil
@@ -243,11 +236,10 @@ def open_checkpoint(folder: RunFolder, step: str | None = "", dtype: torch.dtype
     return Export(plain, choice.path, choice.manifest["step"], dtype, job.model.lora)
 
 
-def export_run(
-    run: Path, out: Path, step: str | None, dtype: str, max_file_bytes: int, check: bool = False, merge: bool = False,
-    before: Callable[[Export], None] = lambda export: None,
-    after: Callable[[Export, Path, str], str] = lambda export, folder, checked: "",
-) -> Iterator[str]:  # fmt: skip
+def export_run(run: Path, out: Path, step: str | None, dtype: str, max_file_bytes: int, check: bool = False,
+               merge: bool = False, before: Callable[[Export], None] = lambda export: None,
+               after: Callable[[Export, Path, str], str] = lambda export, folder,
+               checked: "") -> Iterator[str]:  # fmt: skip
     """Exports the newest valid checkpoint of a run, or that of `step`. Yields what was done, in sentences. Adapters are
     exported by themselves, or with `merge` as part of the weights. `before` may refuse what is to be written; `after`
     adds to the folder before it gets its name, and gets the sentence of a check."""
@@ -292,8 +284,6 @@ def _folder_dtype(job: Job) -> torch.dtype:
 
 
 class ClickModel(nn.Module):
-    """A DLRM with its embedding tables."""
-
     def __init__(self, dense: nn.Module, tables: list[Tensor]):
         super().__init__()
         self.dense, self.tables = dense, nn.ParameterList(tables)

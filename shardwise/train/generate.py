@@ -77,8 +77,6 @@ def load_run_tokenizer(folder: RunFolder, job: Job) -> Tokenizer:
 
 
 class TransformersCache:
-    """The key-value cache of a module of transformers."""
-
     def __init__(self, model: Any):
         self.model, self.length, self.past = model, 0, None
 

@@ -20,10 +20,12 @@ from shardwise.console import format_count, format_seconds, pluralize
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import Job
 from shardwise.layout import Layout
-from shardwise.parallel.prepare import Prepared, meta_model, prepare
-from shardwise.planner.plan import Plan, make_estimator, make_plan
+from shardwise.parallel.prepare import Prepared, prepare
+from shardwise.planner.plan import Plan, count_parameters, make_estimator, make_plan
 
 FORKED_PROCESS_BYTES = 0.1 * GIB  # that a worker does not share with the process it was forked from
+MAX_COUNTS = 512  # process counts to try one by one; of a larger number, only powers of two below it
+MEMORY_TOLERANCE = 2.0  # a layout that the job names is refused beyond this: predictions err, but less than this
 
 
 def pick_device(job: Job) -> str:
@@ -105,19 +107,14 @@ def host_memory() -> float:
 def require_memory(job: Job, bytes_per_parameter: int, processes: int = 1, share: float = 1.0) -> None:
     """Raises LayoutError if this machine cannot hold a single copy of the model's state (a share of it, if there are
     other machines) and the processes: a lower bound that no layout gets below."""
-    parameters = sum(weight.numel() for weight in meta_model(job.model, job.seed).parameters())
-    parameters += sum(table.size for table in job.family.tables(job.model))
-    needed, owned = share * parameters * bytes_per_parameter, torch.cuda.device_count() * first_gpu()[1]
+    parameters, owned = count_parameters(job), torch.cuda.device_count() * first_gpu()[1]
+    needed = share * parameters * bytes_per_parameter
     if pick_device(job) == "cpu":
         needed, owned = needed + processes * (1 + job.data.workers) * FORKED_PROCESS_BYTES, host_memory()
     if needed > owned > 0:
         needs = f"{format_count(parameters)} parameters in {pluralize(processes, 'process')} need {needed / GIB:,.1f}"
         remedy = "use a smaller model, fewer processes and data.workers, or more machines"
         raise LayoutError(f"{needs} GiB of memory, but this machine has {owned / GIB:,.1f} GiB; {remedy}.")
-
-
-MAX_COUNTS = 512  # process counts to try one by one; of a larger number, only powers of two below it
-MEMORY_TOLERANCE = 2.0  # a layout that the job names is refused beyond this: predictions err, but less than this
 
 
 def choose_plan(job: Job, world_size: int | None = None, at_most: bool = False) -> tuple[Plan, str]:
@@ -149,14 +146,19 @@ def check_memory(job: Job, plan: Plan) -> None:
         problem = f"no layout of {plan.devices} x {device.name} fits in memory"
         raise LayoutError(f"{problem}: '{plan.best.layout}' needs least, {sizes} GiB per rank; use more devices.")
     if needed > MEMORY_TOLERANCE * device.memory:
-        remedy = "use a smaller model or batch, recompute=full, a smaller micro_batch, zero=3, or more devices"
+        layout = plan.best.layout
+        ways = {"recompute=full": layout.recompute != "full", "a smaller micro_batch": layout.micro_batch > 1,
+                "zero=3": layout.shard > 1 and layout.zero < 3}  # fmt: skip
+        remedy = ", ".join(["use a smaller model or batch", *(way for way, helps in ways.items() if helps)])
+        remedy += ", or more devices"
         raise LayoutError(f"layout '{plan.best.layout}' does not fit in memory: {sizes} GiB per rank; {remedy}.")
 
 
 def describe_plan(plan: Plan, source: str) -> str:
     """Returns the prediction for the chosen layout and why it won, in one line."""
     best, device = plan.best, plan.cluster.device
-    memory = f"{best.peak_memory / GIB:.2g} of {device.memory / GIB:.3g} GiB"
+    peak = best.peak_memory / GIB
+    memory = f"{peak:.{2 if peak < 100 else 3}g} of {device.memory / GIB:.3g} GiB"
     line = f"predicted {format_seconds(best.seconds)} per step, {memory} on {device.name} ({source})"
     if plan.evaluated == 1:
         return line
@@ -167,10 +169,8 @@ def describe_plan(plan: Plan, source: str) -> str:
 def layout_record(prepared: Prepared) -> dict[str, Any]:
     """Returns the part of `plan.toml` that describes the layout itself."""
     layout, batch = prepared.layout, prepared.batch
-    return {
-        "layout": str(layout), "world": layout.world, "stages": [list(span) for span in prepared.stages],
-        "micro_batch": batch.micro_batch, "micro_batches": batch.micro_batches,
-    }  # fmt: skip
+    return {"layout": str(layout), "world": layout.world, "stages": [list(span) for span in prepared.stages],
+            "micro_batch": batch.micro_batch, "micro_batches": batch.micro_batches}  # fmt: skip
 
 
 def _pipeline_record(job: Job, plan: Plan) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -189,22 +189,15 @@ def plan_record(job: Job, plan: Plan, source: str) -> dict[str, Any]:
     best = plan.best
     others = zip(plan.layouts[1:], plan.reasons[1:], strict=True)
     stages, order = _pipeline_record(job, plan)
-    return {
-        **layout_record(prepare(job, best.layout)), **order,
-        "reason": describe_plan(plan, source),
-        "predicted": {
-            "device": plan.cluster.device.name, "cluster_source": source, "step_seconds": best.seconds,
-            "tokens_per_s": plan.tokens_per_second(best) * plan.devices, "bubble": best.bubble,
-            "peak_memory_gib": best.peak_memory / GIB, "device_memory_gib": plan.cluster.device.memory / GIB,
-            "layouts_evaluated": plan.evaluated, "exposed_seconds": best.exposed, **stages,
-            "memory_gib": [
-                {"pipeline_rank": rank, **{part: size / GIB for part, size in usage._asdict().items()}}
-                for rank, usage in enumerate(best.memory)
-            ],
-        },
-        "rejected": [
-            *({"layout": str(other.layout), "step_seconds": other.seconds, "reason": why} for other, why in others),
-            *({"choice": choice, "reason": reason}
-              for choice, _, reason in (line.partition(": ") for line in plan.near_misses)),
-        ],
-    }  # fmt: skip
+    memory = [{"pipeline_rank": rank, **{part: size / GIB for part, size in usage._asdict().items()}}
+              for rank, usage in enumerate(best.memory)]  # fmt: skip
+    predicted = {"device": plan.cluster.device.name, "cluster_source": source, "step_seconds": best.seconds,
+                 "tokens_per_s": plan.tokens_per_second(best) * plan.devices, "bubble": best.bubble,
+                 "peak_memory_gib": best.peak_memory / GIB, "device_memory_gib": plan.cluster.device.memory / GIB,
+                 "layouts_evaluated": plan.evaluated, "exposed_seconds": best.exposed, **stages,
+                 "memory_gib": memory}  # fmt: skip
+    rejected = [{"layout": str(other.layout), "step_seconds": other.seconds, "reason": why} for other, why in others]
+    missed = [line.partition(": ") for line in plan.near_misses]
+    rejected += [{"choice": choice, "reason": reason} for choice, _, reason in missed]
+    return {**layout_record(prepare(job, best.layout)), **order, "reason": describe_plan(plan, source),
+            "predicted": predicted, "rejected": rejected}  # fmt: skip

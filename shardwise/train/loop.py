@@ -56,15 +56,12 @@ def make_engine(prepared: Prepared, device: torch.device) -> Engine:
 
 @dataclass
 class TrainingLoop:
-    """One rank of one run."""
-
     prepared: Prepared
     folder: RunFolder
     device: torch.device
     resume: bool = False
     stop: StopFlag = field(default_factory=StopFlag)
-    set_phase: Callable[[str, int], None] = lambda phase, step: None
-    """Called with the phase and the step whenever this rank enters a new phase."""
+    set_phase: Callable[[str, int], None] = lambda phase, step: None  # called whenever this rank enters a phase
     prebuilt_engine: Engine | None = None  # an engine that a standby worker has already built; None builds one
     snapshots: str = ""  # folder of in-memory snapshots that outlive this process; empty disables them
 
@@ -88,8 +85,7 @@ class TrainingLoop:
         self.checkpoints = CheckpointManager(self.folder.checkpoints, keep, asynchronous, snapshots, str(self.layout))
         self.checkpoints.on_wait = lambda: self.set_phase("loading", 0)
         self.progress = Progress(self.job.total_steps, self.is_rank_zero, self.job.model.throughput_unit)
-        # While opening the sources, every rank finds the same bad records, so only rank 0 logs them. Each later one is
-        # found by a single rank.
+        # While opening the sources, every rank finds the same bad records, so only rank 0 logs them; later, each does.
         log_path = self.folder.bad_records_path if self.is_rank_zero else None
         self.bad_records = BadRecords(self.job.data.on_bad_record == "skip", log_path)
         record = self.folder.data_record()
@@ -107,20 +103,17 @@ class TrainingLoop:
         self.best = CheckpointManager(self.folder.best, 1, False, None, str(self.layout)) if keep_best else None
         self.validation_losses: list[float] = []
         self.bad_records.log_path = self.folder.bad_records_path
-        self.metrics = MetricsProcessor(
-            self.job, self.engine, self.optimizer, self.folder, self.progress, self.corruption_detector, self.stop,
-            writes_later=self.overlaps_host,
-        )  # fmt: skip
+        self.metrics = MetricsProcessor(self.job, self.engine, self.optimizer, self.folder, self.progress,
+                                        self.corruption_detector, self.stop,
+                                        writes_later=self.overlaps_host)  # fmt: skip
         can_replay = not (self.compiled or self.engine.has_tables or self.job.gradient.compress)  # without side effects
         count_skipped = lambda: len(self._skipped_batches())  # noqa: E731
         self.anomaly_policy = AnomalyPolicy(self.job, self.engine, can_replay, count_skipped, self._log_event)
 
     def _make_step_fn(self) -> Callable[[Samples], StepResult]:
-        return make_step_fn(
-            self.engine, self.optimizer, self.job.optimizer.clip, self.compiled,
-            on_grads_ready=lambda outcome: self.corruption_detector.before_update(),
-            on_capture_failure=lambda message: self._log_event("capture_failed", message),
-        )  # fmt: skip
+        return make_step_fn(self.engine, self.optimizer, self.job.optimizer.clip, self.compiled,
+                            on_grads_ready=lambda outcome: self.corruption_detector.before_update(),
+                            on_capture_failure=lambda message: self._log_event("capture_failed", message))  # fmt: skip
 
     def run(self) -> None:
         first = self._restore()
@@ -141,11 +134,9 @@ class TrainingLoop:
         self._tell("on_start", first)
         stream = job_stream(self.job, self.training)
         data = self.engine.mesh["loader"]
-        loader = Loader(
-            stream, self.job.samples, data.size, data.index, first,
-            workers=self.job.data.workers, prefetch=self.job.data.prefetch, device=self.device,
-            skipped_batches=self._skipped_batches(),
-        )  # fmt: skip
+        loader = Loader(stream, self.job.samples, data.size, data.index, first, workers=self.job.data.workers,
+                        prefetch=self.job.data.prefetch, device=self.device,
+                        skipped_batches=self._skipped_batches())  # fmt: skip
         self.engine.begin_stream(self.job, stream)
         batches = iter(loader)
         self.metrics.ranks.reset()
@@ -269,10 +260,8 @@ class TrainingLoop:
     def _state(self, done: int) -> dict[str, Any]:
         stream, samples = getattr(self.training, "stream", None), done * self.job.samples
         dataset = stream.state_before(samples) if stream is not None else None
-        return {
-            "step": done, "samples": samples, "layout": str(self.layout), "seed": self.job.seed, "dataset": dataset,
-            "job": defining_values(self.job),
-        }  # fmt: skip
+        return {"step": done, "samples": samples, "layout": str(self.layout), "seed": self.job.seed, "dataset": dataset,
+                "job": defining_values(self.job)}  # fmt: skip
 
     def _save(self, done: int) -> None:
         begin = time.perf_counter()
@@ -330,8 +319,7 @@ class TrainingLoop:
             self.checkpoints.rewind(reason.step - 1)
         state = None if self.engine.has_tables else self.checkpoints.load(self.engine, self.optimizer)
         if state is None and reason.state_is_corrupt:
-            # The launcher then restarts all ranks.
-            raise RuntimeError(f"{reason}, and there is no checkpoint to roll back to")
+            raise RuntimeError(f"{reason}, and there is no checkpoint to roll back to")  # launchers restart all ranks
         # Without a checkpoint, a step whose update was skipped is retried; one with a loss spike is kept.
         first = int(state["step"]) if state is not None else reason.step - (not reason.skip_batches)
         action = f"rolling back to step {first}" if state is not None else f"no checkpoint, resuming from step {first}"

@@ -115,13 +115,12 @@ class MetricsProcessor:
         seconds = time.perf_counter() - start_time
         previous_step, self.ranks.last_step = self.ranks.last_step, step
         spent, waits = self.engine.timer.elapsed()
-        record: dict[str, Any] = {
-            "step": step, "samples": step * self.job.samples,
-            "loss": json_number(loss), "grad_norm": json_number(grad_norm), "lr": lr,
-            "tokens_per_s": self.job.samples * self.job.model.sequence_length / seconds, "seconds": seconds,
-            "flops_per_s": self.step_flops / seconds, "data_wait_seconds": data_wait,
-            "memory_gib": self.ranks.peak_memory() / 2**30, "time": round(time.time(), 3), **self.ranks.sensors,
-        }  # fmt: skip
+        record: dict[str, Any] = {"step": step, "samples": step * self.job.samples, "loss": json_number(loss),
+                                  "grad_norm": json_number(grad_norm), "lr": lr,
+                                  "tokens_per_s": self.job.samples * self.job.model.sequence_length / seconds,
+                                  "seconds": seconds, "flops_per_s": self.step_flops / seconds,
+                                  "data_wait_seconds": data_wait, "memory_gib": self.ranks.peak_memory() / 2**30,
+                                  "time": round(time.time(), 3), **self.ranks.sensors}  # fmt: skip
         spent["other"] = seconds - sum(spent.values()) - sum(waits.values())
         record["phase_seconds"] = {part: round(value, 6) for part, value in spent.items()}
         if waits:

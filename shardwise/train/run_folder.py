@@ -1,5 +1,4 @@
-"""The run folder, plain files that stay valid after a crash (docs/reference/run-folder.md lists them), and what must
-hold when its run is resumed."""
+"""The run folder, files that stay valid after a crash (docs/reference/run-folder.md), and what a resume requires."""
 
 import errno
 import json
@@ -26,7 +25,6 @@ from shardwise.train.checkpoint_folder import list_checkpoints, read_manifest, v
 from shardwise.train.run_store import RunStore, fetch_run, local_folder
 
 DISK_FULL_TIMEOUT = 5.0  # seconds to wait for space on a full disk: a checkpoint that did not fit gets removed
-
 NAMES = parse_toml(Path(__file__).with_name("run_folder.toml").read_text(encoding="utf-8"))
 TOKENIZER_FILES, RESUMABLE_KEYS = NAMES["tokenizer_files"], NAMES["resumable_keys"]
 # Keys that a checkpoint does not record: the record of the data and the run's own tokenizer say more than paths.
@@ -42,13 +40,10 @@ def copy_tokenizer_files(source: Path, target: Path) -> None:
 
 class RunFolder:
     def __init__(self, path: Path):
-        self.path = path
-        self.checkpoints = path / "checkpoints"
+        self.path, self.checkpoints, self.errors = path, path / "checkpoints", path / "errors"
         self.best = path / "best"  # the checkpoint with the lowest validation loss (`validation.keep_best`)
-        self.errors = path / "errors"
-        self.tokenizer = path / "tokenizer.json"
+        self.tokenizer, self._preferences = path / "tokenizer.json", path / "preferences.json"
         self.bad_records_path = path / "bad-records.txt"
-        self._preferences = path / "preferences.json"
 
     @classmethod
     def create(cls, job: Job) -> "RunFolder":
@@ -131,7 +126,6 @@ class RunFolder:
         _append_record(self.path / "events.jsonl", record)
 
     def tell_event(self, say: Callable[[str], None], kind: str, message: str, **fields: Any) -> None:
-        """Logs an event and says it."""
         self.log_event(kind, message, **fields)
         say(f"{kind}: {message}")
 
@@ -142,7 +136,6 @@ class RunFolder:
         return _read_records(self.path / "metrics.jsonl")
 
     def validation_losses(self) -> list[float]:
-        """Returns the validation losses of the run so far."""
         return [float(record["validation"]["loss"]) for record in self.metrics() if "validation" in record]
 
     def events(self) -> Iterator[dict[str, Any]]:
@@ -168,8 +161,7 @@ class RunFolder:
                     file.write(rest)
 
     def preferences(self, data: list[str]) -> list[list[float]] | None:
-        """Returns how much the first model of a DPO run prefers each chosen answer, by source; None if that is not kept
-        for this data."""
+        """Returns how much the first model of a DPO run prefers each chosen answer, by source; None if none is kept."""
         try:
             kept = parse_json(self._preferences.read_bytes())
             return [[float(score) for score in scores] for scores in kept["scores"]] if kept["data"] == data else None

@@ -4,13 +4,8 @@
     URL/checkpoints/step-00000100/...    copied once, the manifest last
     URL/writer.json                      the launcher that writes here, rewritten every BEAT_SECONDS while it does
 
-- The launcher copies, in a thread, and no worker does: training never waits for the store.
-- A checkpoint counts once its manifest is there and all its files have the sizes that the manifest names. Files are
-  hashed when they have been downloaded.
-- The store is the truth. A launcher goes on in its own folder if that was the last to write here, and copies what is
-  missing. Any other takes what the store has, and forgets what its folder had beyond that.
-- With several nodes, each has a folder of its own: the ranks of a node write their shards there, and the agent of the
-  node copies them. Node 0 adds the manifest when all files are there (`shardwise.train.run_uploader`)."""
+A checkpoint counts once its manifest is there and all its files have the sizes that the manifest names. Files are
+hashed when they have been downloaded. `shardwise.train.run_uploader` copies, docs/how-to/object-store.md says more."""
 
 import hashlib
 import json
@@ -100,8 +95,6 @@ class RunStore:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         self.remote.write("job.toml", job.encode())
 
-    # The writer
-
     @contextmanager
     def claimed(self, say: Say, on_loss: Callable[[], None]) -> Iterator[None]:
         """Is the one that writes to the store, as the owner of the folder; raises JobError if another launcher does. If
@@ -149,12 +142,9 @@ class RunStore:
         content = self.remote.read(WRITER_FILE) or b""
         values = parse_record(content) or {}
         saved, ended = str(values.get("saved")), values.get("ended") is not False
-        return {
-            "folder": str(values.get("folder", "")), "saved": saved if disk.FOLDER_PATTERN.fullmatch(saved) else "",
-            "ended": ended, "sign": 0 if ended else zlib.crc32(content) + 1, "owner": read_owner(content),
-        }  # fmt: skip
-
-    # From the store
+        return {"folder": str(values.get("folder", "")), "saved": saved if disk.FOLDER_PATTERN.fullmatch(saved) else "",
+                "ended": ended, "sign": 0 if ended else zlib.crc32(content) + 1,
+                "owner": read_owner(content)}  # fmt: skip
 
     def restore(self, say: Say) -> None:
         """Makes the folder what the run goes on from; called by the launcher that has claimed the store."""
@@ -266,9 +256,8 @@ class RunStore:
             target.rename(path)
 
 
-def find_newest_valid(
-    folder: Path, group: disk.CheckpointGroup, step: int | None, store: RunStore | None, on_wait: Callable[[], None]
-) -> disk.CheckpointChoice:
+def find_newest_valid(folder: Path, group: disk.CheckpointGroup, step: int | None, store: RunStore | None,
+                      on_wait: Callable[[], None]) -> disk.CheckpointChoice:  # fmt: skip
     """Like that of `checkpoint_folder`. Where nodes have folders of their own, node 0 gets the newest checkpoint of the
     store, if it has none that is newer, and all complete theirs from there. Calls `on_wait` every few seconds."""
     if store is None or group.has_one_folder:

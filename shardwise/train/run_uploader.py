@@ -1,8 +1,7 @@
 """Copies a run folder to its object store while the run goes on, in a thread of the launcher or of a node's agent.
 
-The newest checkpoint goes first, so that a slow store always gets one that is worth having. The files of a checkpoint
-are opened before they are copied: what retention removes meanwhile is copied to its end. When the store does not
-answer, the run goes on and the copy is tried again, at longer intervals; the launcher waits for it at the end."""
+The newest checkpoint goes first. The files of a checkpoint are opened before they are copied: what retention removes
+meanwhile is copied to its end. docs/how-to/object-store.md says what happens when the store does not answer."""
 
 import shutil
 import threading
@@ -93,8 +92,6 @@ class RunUploader:
             self.log_event("store_recovered", f"{self.store.url} can be written again.")
         return True
 
-    # Checkpoints
-
     def _local(self) -> list[Path]:
         return [path for _, path in checkpoint_folder.list_checkpoints(self.store.checkpoints)]
 
@@ -151,8 +148,6 @@ class RunUploader:
                 self._stored -= old
         del self._pending[name]
         return True
-
-    # Small files
 
     def _keep_small_files(self) -> None:
         """Copies them also while a large checkpoint is on its way."""

@@ -34,9 +34,8 @@ def open_validation_sets(job: Job, tokenizer: Path | None) -> dict[str, Source]:
     return sources
 
 
-def validate_sets(
-    engine: Engine, job: Job, held_out: Source, sets: Mapping[str, Source], tokenizer: Tokenizer | None
-) -> dict[str, Any] | None:
+def validate_sets(engine: Engine, job: Job, held_out: Source, sets: Mapping[str, Source],
+                  tokenizer: Tokenizer | None) -> dict[str, Any] | None:  # fmt: skip
     """Returns the result for the held-out samples or, with sets, their mean loss by weight and the result for each."""
     result = validate(engine, job, held_out, tokenizer)
     if not sets:
@@ -57,8 +56,7 @@ def validate(engine: Engine, job: Job, source: Source, tokenizer: Tokenizer | No
     stream = job_stream(job, source, shuffle=False)
     task = job.family.task(job.model)
     metrics = [] if task is None else sorted(task.metrics)
-    # Loss, targets, bytes, correct images and samples, then the user's metrics.
-    totals = torch.zeros(5 + len(metrics), dtype=torch.float64)
+    totals = torch.zeros(5 + len(metrics), dtype=torch.float64)  # loss, targets, bytes, correct, samples; metrics
     heads = [module for chain in engine.chains for module in chain.modules() if isinstance(module, ClassifierHead)]
     for chain in engine.chains:
         chain.eval()
@@ -100,8 +98,7 @@ def _copies(engine: Engine) -> int:
 
 @torch.no_grad()
 def score_pairs(engine: Engine, job: Job, source: Any) -> np.ndarray:
-    """Returns how much the model prefers the chosen answer of each pair of a source: the difference of their
-    log-probabilities. All ranks get all of them."""
+    """Returns the log-probability by which the model prefers the chosen answer of each pair of a source."""
     data, count = engine.mesh["data"], len(source)
     scores = torch.zeros(count, dtype=torch.float64)
     stream = job_stream(job, source, shuffle=False)
@@ -122,10 +119,9 @@ def score_pairs(engine: Engine, job: Job, source: Any) -> np.ndarray:
 
 
 def _batches(stream: SampleStream, job: Job, data: Axis) -> Iterator[tuple[Samples, float]]:
-    """Yields this rank's part of each batch, and its weight.
-
-    A module that is not ours returns the loss of a batch, of which no sample can be left out: it gets whole batches. If
-    there are too few samples for one, each rank gets a batch of copies of one sample at a time."""
+    """Yields this rank's part of each batch, and its weight. A module that is not ours returns the loss of a batch, of
+    which no sample can be left out: it gets whole batches. If there are too few samples for one, each rank gets a batch
+    of copies of one sample at a time."""
     size, held_out = job.samples // data.size, len(stream.source)
     if not (job.model.passes_batch and (job.model.sample_kind == "batch" or job.model.counts_samples)):
         count = min(job.validation.samples, held_out)

@@ -28,12 +28,14 @@ from shardwise.train.local_machine import require_memory
 from shardwise.verify.parity import VerifyResult, verify
 
 LAYOUTS = parse_toml(Path(__file__).with_name("layouts.toml").read_text(encoding="utf-8"))
+TOLERANCE = 1e-10  # of the comparison with transformers
+GRADIENT_FLOOR = 1e-6  # norm below which a gradient is compared absolutely
+MAX_PARAMETERS = 100_000_000  # of the model that is compared, in float64 on every rank
+ERROR_NOTE = "The largest |difference| / |reference| of any tensor and step: rounding, if up to 1e-10 in float64."
 
 
-def verify_job(
-    job_file: Path | None, settings: list[str], layouts: list[str], shrink: bool, steps: int,
-    show: Callable[[VerifyResult], None],
-) -> list[VerifyResult]:  # fmt: skip
+def verify_job(job_file: Path | None, settings: list[str], layouts: list[str], shrink: bool, steps: int,
+               show: Callable[[VerifyResult], None]) -> list[VerifyResult]:  # fmt: skip
     """Verifies the given layouts, or else the job's layout, or else every default layout that the job supports."""
     job = load_job(job_file, ["precision=float64", *settings])
     requested = layouts or ([job.layout] if job.layout != "auto" else [])
@@ -82,12 +84,11 @@ def inspect_job(job: Job) -> dict[str, Any]:
         prologue = [name for name, parts in anatomy.parts_of.items() if parts[0] == 0]
         epilogue = [name for name, parts in anatomy.parts_of.items() if parts[-1] == len(anatomy.blocks) + 1]
         trunk = anatomy.blocks[0].rpartition(".")[0] if anatomy.blocks else "none found"
-        found |= {
-            "trunk": f"{trunk} ({pluralize(len(anatomy.blocks), 'block')})" if anatomy.blocks else trunk,
-            "prologue": ", ".join(prologue) or "no parameters", "epilogue": ", ".join(epilogue) or "no parameters",
-            "tied": ", ".join(f"{a} = {b}" for a, b in chain.sharding_plan.ties) or "none",
-            "frozen": ", ".join(frozen) or "none",
-        }  # fmt: skip
+        found |= {"trunk": f"{trunk} ({pluralize(len(anatomy.blocks), 'block')})" if anatomy.blocks else trunk,
+                  "prologue": ", ".join(prologue) or "no parameters",
+                  "epilogue": ", ".join(epilogue) or "no parameters",
+                  "tied": ", ".join(f"{a} = {b}" for a, b in chain.sharding_plan.ties) or "none",
+                  "frozen": ", ".join(frozen) or "none"}  # fmt: skip
     else:
         found["blocks"] = pluralize(len(chain.blocks()), "block")
     small = job.model_copy(update={"batch": BatchConfig(samples=max(4, 4 * (job.samples // 4)))})
@@ -96,15 +97,11 @@ def inspect_job(job: Job) -> dict[str, Any]:
     return found
 
 
-MAX_PARAMETERS = 100_000_000  # of the model that is compared, in float64 on every rank
-
-
 def prove(prepared: Prepared, say: Callable[[str], None]) -> None:
-    """Proves the layout of a model that is not ours; raises JobError if it computes something else.
-
-    In float64, on a small copy of the model and with two ranks on every axis that the layout uses, two steps must equal
-    those of the unmodified module. A proof is cached by what it depends on: the model's source, its plan, the layout
-    and the versions of PyTorch and Shardwise."""
+    """Proves the layout of a model that is not ours; raises JobError if it computes something else. In float64, on a
+    small copy of the model and with two ranks on every axis that the layout uses, two steps must equal those of the
+    unmodified module. A proof is cached by what it depends on: the model's source, its plan, the layout and the
+    versions of PyTorch and Shardwise."""
     if prepared.family.task(prepared.job.model) is None or prepared.layout.world == 1:
         return
     layout = small_layout(prepared.layout)
@@ -150,15 +147,9 @@ def _fingerprint(prepared: Prepared, job: Job, layout: Layout) -> str:
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
-# `shardwise verify --against hf`: our model against transformers' module with the same weights, in float64
-
-TOLERANCE = 1e-10
-GRADIENT_FLOOR = 1e-6  # norm below which a gradient is compared absolutely
-
-
 def compare_with_transformers(job: Job, samples: int = 2) -> Answer:
-    """Returns the relative differences of all logits and of the gradient that differs most from those of transformers'
-    module, on random tokens and weights."""
+    """Compares our model with transformers' module of the same weights, in float64 (`verify --against hf`): all logits,
+    and the gradient that differs most, on random tokens and weights."""
     require_memory(job, 40)  # bytes per parameter: two models and their gradients in float64
     reference = job.family.reference(job.model)
     if reference is None:

@@ -1,7 +1,6 @@
 """Checks that a layout computes what a single process computes: runs both and compares all tensors.
 
-The error of a tensor is |a - b| / max(|b|, `NORM_FLOOR` x RMS of all tensors' norms), with Frobenius norms; the floor
-prevents false alarms for gradients that are mathematically zero. The first difference in the order of a step
+docs/explanation/same-run-any-layout.md defines the error of a tensor. The first difference in the order of a step
 (`QUANTITIES`) is reported: outputs of the compared modules are fingerprints per sample and position (none with
 `compile`), and one that no rank computed is a difference too; gradients are in backward order, from the head down.
 Every rank compares its own shards with the same shards of the reference, so replicas that diverge are found."""
@@ -90,9 +89,8 @@ class VerifyResult:
         return f"{where}, relative error {first.error:.1e}.{self.hint}"
 
 
-def verify(
-    job: Job, layouts: list[Layout], steps: int = 3, report: Callable[[VerifyResult], None] = lambda _: None
-) -> list[VerifyResult]:
+def verify(job: Job, layouts: list[Layout], steps: int = 3,
+           report: Callable[[VerifyResult], None] = lambda _: None) -> list[VerifyResult]:  # fmt: skip
     """Compares each layout with the single-process reference. Raises first if the job cannot run in one of them."""
     for layout in layouts:
         prepare(job, layout)
@@ -110,18 +108,15 @@ def verify(
         try:
             record = run_world(_compare_layout, layout.world, job, layout, reference, steps)[0]
         except RunError as error:
-            record = VerifyResult(str(layout), ok=False, failure=_shorten_error(error))
-        if (first := record.first_difference) is not None:
-            record = replace(record, hint=job.family.explain_difference(job.model, layout, first.kind))
+            # The rank, which the first line names, and the last line of the traceback.
+            first, *_, last = [line.strip() for line in f"{error}\n{error}".splitlines() if line.strip()]
+            failure = last if first == last else f"{first.partition(':')[0]}: {last}"
+            record = VerifyResult(str(layout), ok=False, failure=failure)
+        if (difference := record.first_difference) is not None:
+            record = replace(record, hint=job.family.explain_difference(job.model, layout, difference.kind))
         records.append(record)
         report(record)
     return records
-
-
-def _shorten_error(error: RunError) -> str:
-    """Returns the rank, which the first line names, and the last line of the traceback."""
-    first, *_, last = [line.strip() for line in f"{error}\n{error}".splitlines() if line.strip()]
-    return last if first == last else f"{first.partition(':')[0]}: {last}"
 
 
 class IgnoredTargetsSource(Subset):
@@ -134,8 +129,7 @@ class IgnoredTargetsSource(Subset):
 
 
 class PackedSource(IgnoredTargetsSource):
-    """Rows of several documents, of different lengths in each row, as `data.pack` has them; as pairs, if there is a
-    beta of DPO."""
+    """Rows of several documents, of different lengths in each row, as with `data.pack`; pairs, with a beta of DPO."""
 
     dpo_beta = 0.0
 
@@ -164,9 +158,8 @@ def make_stream(job: Job) -> SampleStream:
     return job_stream(job, source if has_one_target else IgnoredTargetsSource(source, 0, len(source)))
 
 
-def _run_reference(
-    job: Job, steps: int, layout: Layout | None = None, make_hook: Callable[[Any], GradientHook] | None = None
-) -> list[dict[str, Any]]:
+def _run_reference(job: Job, steps: int, layout: Layout | None = None,
+                   make_hook: Callable[[Any], GradientHook] | None = None) -> list[dict[str, Any]]:  # fmt: skip
     """Runs the single-process reference; with a layout, it emulates that layout's local SGD. `make_hook`: for tests."""
     record = partial(record_outputs, meta_model(job.model, job.seed).sharding_plan.compared_modules)
     learning_rates = [job_learning_rate(job, number, steps) for number in range(steps)]
@@ -189,12 +182,9 @@ def record_outputs(patterns: Sequence[str], model: nn.Module, outputs: dict[str,
         if isinstance(output, Tensor) and torch._C._current_graph_task_id() == -1:  # not recomputed in the backward
             outputs.setdefault(name, []).append(output.detach())
 
-    return [
-        module.register_forward_hook(partial(record, name))
-        for name, module in model.named_modules()
-        if any(fnmatchcase(name, pattern) and name.count(".") == pattern.count(".") for pattern in patterns)
-        and not getattr(module, "is_passed_over", False)  # a block of another stage
-    ]
+    own = [pair for pair in model.named_modules() if not getattr(pair[1], "is_passed_over", False)]  # by other stages
+    return [module.register_forward_hook(partial(record, name)) for name, module in own
+            if any(fnmatchcase(name, one) and name.count(".") == one.count(".") for one in patterns)]  # fmt: skip
 
 
 def output_fingerprint(batches: list[Tensor]) -> Tensor:
@@ -205,17 +195,13 @@ def output_fingerprint(batches: list[Tensor]) -> Tensor:
     return combined @ direction
 
 
-# Comparison, on the ranks of the layout
-
-
 class Comparison:
     """Collects the errors of one rank, step by step; `result` combines those of all ranks."""
 
     def __init__(self, job: Job, engine: Engine):
         self.engine, self.step = engine, 0
         self.tolerance, self.floor = TOLERANCE[job.precision], NORM_FLOOR[job.precision]
-        self.tables = [table.name for table in job.family.tables(job.model)]
-        """Tensors that are spread over the data axis, and of which a rank may have no shard."""
+        self.tables = [table.name for table in job.family.tables(job.model)]  # of which a rank may have no shard
         self.max_errors = dict.fromkeys(QUANTITIES, 0.0)
         self.noise: set[str] = set()  # parameters whose gradient was rounding noise in some step
         self.differences: list[tuple[int, int, int, str, float]] = []  # step, quantity, order in it, name, error
@@ -230,11 +216,9 @@ class Comparison:
         gathered = all_gather_json((self.max_errors, min(self.differences, default=None)))
         max_errors = {kind: max(errors[kind] for errors, _ in gathered) for kind in QUANTITIES}
         first = min((item for _, item in gathered if item is not None), default=None)
-        return VerifyResult(
-            layout=str(layout), ok=first is None, loss=max_errors["loss"], grad_norm=max_errors["grad_norm"],
-            grad=max_errors["gradient"], weight=max_errors["weight"],
-            first_difference=first and Difference(first[0], QUANTITIES[first[1]], *first[3:]),
-        )  # fmt: skip
+        loss, grad_norm, grad, weight = (max_errors[kind] for kind in ("loss", "grad_norm", "gradient", "weight"))
+        difference = first and Difference(first[0], QUANTITIES[first[1]], *first[3:])
+        return VerifyResult(str(layout), first is None, loss, grad_norm, grad, weight, difference)
 
     def add_outputs(self, outputs: dict[str, list[Tensor]], expected: dict[str, Tensor]) -> None:
         mesh, positions = self.engine.mesh, self.engine.positions
@@ -252,8 +236,7 @@ class Comparison:
                 self.add("output", order, name, error)
 
     def add_shards(self, kind: str, values: list[Tensor], expected: dict[str, Tensor]) -> None:
-        """Compares one value per parameter shard. The errors of all shards of a tensor add up to one error, and so do
-        their sizes."""
+        """Compares one value per parameter shard. The errors and sizes of all shards of a tensor add up."""
         mesh, shards = self.engine.mesh, self.engine.param_shards
         rms_norm, order = _rms_norm_and_order(expected)
         squared_errors, sizes = torch.zeros(2, len(expected), dtype=torch.float64)

@@ -96,8 +96,7 @@ def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def dpo_loss(logits: Tensor, targets: Tensor, preference: Tensor) -> Tensor:
-    """Returns the mean of DPO's loss (equation 7 of the paper) over the pairs. A target t of the rejected answer is
-    stored as -101 - t."""
+    """Returns the mean of DPO's loss (the paper's equation 7) of pairs. A rejected target t is stored as -101 - t."""
     losses = []
     for log_probs, row, (reference, beta) in zip(logits.log_softmax(-1), targets.tolist(), preference):
         margin = -reference
@@ -206,9 +205,6 @@ def _newton_schulz(matrix: Tensor) -> Tensor:
     return x
 
 
-# The embedding tables of a DLRM
-
-
 def make_tables(job: Job, dtype: torch.dtype) -> dict[str, Any]:
     """Returns the initial embedding tables; none if the model is no DLRM."""
     tables = {}
@@ -220,7 +216,6 @@ def make_tables(job: Job, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def dlrm_loss(job: Job, dense: nn.Module, tables: list[Tensor], samples: Samples) -> Tensor:
-    """Returns the mean loss of a batch."""
     model: Any = job.model
     batch = ClickBatch.unpack(samples, model)
     pooled = torch.stack([_pool_embeddings(table, batch, number) for number, table in enumerate(tables)], dim=1)
@@ -229,7 +224,6 @@ def dlrm_loss(job: Job, dense: nn.Module, tables: list[Tensor], samples: Samples
 
 
 def _pool_embeddings(table: Tensor, batch: ClickBatch, number: int) -> Tensor:
-    """Returns the pooled embedding of each sample from one table."""
     samples = zip(batch.sparse_ids[:, number].tolist(), batch.weights[:, number].tolist())
     pairs = [[(id, weight) for id, weight in zip(*sample) if id >= 0] for sample in samples]
     ids = torch.tensor([id for sample in pairs for id, _ in sample], dtype=torch.int64)

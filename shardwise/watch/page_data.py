@@ -1,5 +1,4 @@
-"""Everything the page of a run, or of runs compared, shows, as one JSON value. Long runs are downsampled here, not in
-the browser."""
+"""What the page of a run, or of runs compared, shows, as one JSON value; downsampled here, not in the browser."""
 
 import statistics
 import time
@@ -10,9 +9,8 @@ from typing import Any
 
 import numpy as np
 from rich.markup import escape
-from rich.table import Table
 
-from shardwise.console import format_seconds
+from shardwise.console import format_seconds, make_table
 from shardwise.errors import JobError, LayoutError
 from shardwise.layout import AXES, Layout, micro_batch_error
 from shardwise.metrics import rank_metrics
@@ -23,6 +21,7 @@ from shardwise.watch.run_data import TIME_CATEGORIES, Goodput, RunData, bin_mean
 MAX_POINTS, COMPARED_POINTS, MAX_SEGMENTS = 2000, 400, 8  # points of a curve; layouts of a run
 HEATMAP_COLUMNS, HEATMAP_ROWS = 240, 128
 MAX_EVENTS = 400
+MAX_ACTIONS = 4000  # actions that the page draws
 CURVES = ("grad_norm", "lr", "tokens_per_s", "mfu", "memory_gib", "loss_scale", "gradient_compression_ratio",
          "expert_imbalance", "expert_drop_fraction", *rank_metrics.GPU_SENSORS)  # fmt: skip
 HEADERS = ("run", "status", "layout", "steps", "samples", "loss (last 10)", "validation loss", "mean step time",
@@ -40,22 +39,18 @@ def category_label(kind: str, name: str) -> str:
 def page_data(run: RunData) -> dict[str, Any]:
     good, parts = goodput(run), list(enumerate(run.segments()))
     segments = [{"before": before, **segment_data(run.segment(n), good)} for n, (before, *_) in parts[-MAX_SEGMENTS:]]
-    return {
-        "name": run.name, "status": run.status, "created": time.time(), "unit": run.unit, "steps": run.job.total_steps,
-        **segments[-1], "segments": segments[:-1], "series": series(run), "notes": run.notes,
-        "events": run.events[-MAX_EVENTS:], "job": run.job.to_toml(), "goodput": vars(good),
-        "experts": run.last_record.get("expert_load", []),
-    }  # fmt: skip
+    return {"name": run.name, "status": run.status, "created": time.time(), "unit": run.unit,
+            "steps": run.job.total_steps, **segments[-1], "segments": segments[:-1], "series": series(run),
+            "notes": run.notes, "events": run.events[-MAX_EVENTS:], "job": run.job.to_toml(), "goodput": vars(good),
+            "experts": run.last_record.get("expert_load", [])}  # fmt: skip
 
 
 def segment_data(run: RunData, good: Goodput) -> dict[str, Any]:
     """Returns what the page shows of one layout of a run."""
-    return {
-        "layout": str(run.plan.get("layout", run.job.layout)), "world": run.world, "figures": figures(run),
-        "plan": plan_summary(run), "mesh": mesh_summary(run), "pipeline": pipeline_data(run),
-        "summary": summary_sentences(run, good), "time_breakdown": time_breakdown(run), "ranks": rank_breakdown(run),
-        "heatmap": heatmap(run), "memory": memory_table(run),
-    }  # fmt: skip
+    return {"layout": str(run.plan.get("layout", run.job.layout)), "world": run.world, "figures": figures(run),
+            "plan": plan_summary(run), "mesh": mesh_summary(run), "pipeline": pipeline_data(run),
+            "summary": summary_sentences(run, good), "time_breakdown": time_breakdown(run),
+            "ranks": rank_breakdown(run), "heatmap": heatmap(run), "memory": memory_table(run)}  # fmt: skip
 
 
 def recent_median(values: np.ndarray, count: int = 50) -> float:
@@ -75,10 +70,8 @@ def figures(run: RunData) -> dict[str, float | None]:
     share, peak = time_shares(run), run.memory.get("peak") or run.column("memory_gib").tolist()[-1:]
     busy = sum(share.get(("phase_seconds", name), np.nan) for name in ("compute", "optimizer"))
     units = recent_median(run.column("tokens_per_s") * run.column("seconds"))  # tokens, images or samples of a step
-    values = {
-        "done": run.steps[-1] if run.steps else 0, "step_seconds": step_seconds(run), "units": units,
-        "busy": busy, "mfu": recent_median(run.column("mfu")), "peak_gib": max(peak, default=np.nan),
-    }  # fmt: skip
+    values = {"done": run.steps[-1] if run.steps else 0, "step_seconds": step_seconds(run), "units": units,
+              "busy": busy, "mfu": recent_median(run.column("mfu")), "peak_gib": max(peak, default=np.nan)}  # fmt: skip
     return dict(zip(values, to_json_list(np.array([*values.values()]), 9), strict=True))
 
 
@@ -113,11 +106,9 @@ def time_breakdown(run: RunData) -> dict[str, Any]:
     breakdown = lines.sum(2) / max(1, lines.shape[2])
     starts = run.line_bins(MAX_POINTS // 2)
     shown = _visible_categories(breakdown.T)
-    return {
-        "step": [run.line_steps[begin][0] for begin in starts],
-        "names": [category_label(*TIME_CATEGORIES[index]) for index in shown],
-        "values": [to_json_list(bin_means(breakdown[:, index], starts), 4) for index in shown],
-    }
+    return {"step": [run.line_steps[begin][0] for begin in starts],
+            "names": [category_label(*TIME_CATEGORIES[index]) for index in shown],
+            "values": [to_json_list(bin_means(breakdown[:, index], starts), 4) for index in shown]}  # fmt: skip
 
 
 def _visible_categories(seconds: np.ndarray) -> list[int]:
@@ -138,11 +129,9 @@ def seconds_by_rank(run: RunData) -> np.ndarray:
 def rank_breakdown(run: RunData) -> dict[str, Any]:
     table = seconds_by_rank(run)
     shown = _visible_categories(table)
-    return {
-        "names": [category_label(*TIME_CATEGORIES[index]) for index in shown],
-        "values": [to_json_list(table[index], 4) for index in shown],
-        "stragglers": [alert["rank"] for alert in rank_alerts(run)],
-    }
+    return {"names": [category_label(*TIME_CATEGORIES[index]) for index in shown],
+            "values": [to_json_list(table[index], 4) for index in shown],
+            "stragglers": [alert["rank"] for alert in rank_alerts(run)]}  # fmt: skip
 
 
 def time_shares(run: RunData) -> dict[tuple[str, str], float]:
@@ -162,10 +151,8 @@ def heatmap(run: RunData) -> dict[str, Any]:
         return {"ranks": [], "step": [], "values": []}
     means = np.add.reduceat(busy_seconds, starts) / np.diff([*starts, len(busy_seconds)])[:, None]
     busy_seconds = np.maximum.reduceat(means, ranks, axis=1)
-    return {
-        "ranks": ranks.tolist(), "step": [run.line_steps[begin][0] for begin in starts],
-        "values": [to_json_list(row, 3) for row in busy_seconds.T],
-    }  # fmt: skip
+    return {"ranks": ranks.tolist(), "step": [run.line_steps[begin][0] for begin in starts],
+            "values": [to_json_list(row, 3) for row in busy_seconds.T]}  # fmt: skip
 
 
 def memory_table(run: RunData) -> dict[str, Any]:
@@ -211,7 +198,9 @@ def summary_sentences(run: RunData, good: Goodput) -> list[str]:
     named = [(category_label(*key), share) for key, share in shares if share >= 0.01]
     named.append(("everything else", 1.0 - sum(share for _, share in named)))
     causes = [f"{format_seconds(share * step)} {name} ({100 * share:.0f}%)" for name, share in named if share >= 5e-4]
-    sentences = [f"A step takes {format_seconds(step)} on average: {', '.join(causes)}."] if shares else []
+    between = [name for name, _ in named if name in ("validation", "checkpoint")]
+    including = f", with {' and '.join(between)}" if between else ""
+    sentences = [f"A step takes {format_seconds(step)} on average{including}: {', '.join(causes)}."] if shares else []
     sentences += [alert["message"][0].upper() + alert["message"][1:] for alert in rank_alerts(run)]
     for (kind, axis), share in shares:
         if share > rank_metrics.ALERT_SHARE and kind == "wait_seconds" and axis != "pipeline":
@@ -224,14 +213,10 @@ def summary_sentences(run: RunData, good: Goodput) -> list[str]:
     return sentences
 
 
-MAX_ACTIONS = 4000  # actions that the page draws
-
-
 def pipeline_data(run: RunData) -> dict[str, Any] | None:
-    """Returns the predicted and measured timelines; None without a pipeline.
-
-    The bubble is defined alike for both: the share of the time from the start of the first action to the end of the
-    last in which a rank runs no action, averaged over ranks."""
+    """Returns the predicted and measured timelines; None without a pipeline. The bubble is defined alike for both: the
+    share of the time from the start of the first action to the end of the last in which a rank runs no action, averaged
+    over ranks."""
     layout, micro_batches = run.layout, run.plan.get("micro_batches", 0)
     if layout is None or layout.pipeline == 1 or micro_batches < 1 or micro_batch_error(layout, micro_batches):
         return None
@@ -246,10 +231,8 @@ def pipeline_data(run: RunData) -> dict[str, Any] | None:
         begin = min(action[4] for action in measured[step])
         actions = [[*action, round(a - begin, 6), round(b - begin, 6)] for *action, a, b in measured[step]]
         bubble = statistics.mean(_bubble(actions, layout.pipeline) for actions in measured.values())
-        data["measured"] = {
-            "step": step, "steps": len(measured), "seconds": _span(measured[step]), "bubble": bubble,
-            "actions": actions[:MAX_ACTIONS],
-        }  # fmt: skip
+        data["measured"] = {"step": step, "steps": len(measured), "seconds": _span(measured[step]), "bubble": bubble,
+                            "actions": actions[:MAX_ACTIONS]}  # fmt: skip
     return data
 
 
@@ -292,10 +275,9 @@ def compare(paths: list[Path], known: list[RunData] | None = None) -> dict[str, 
     names = [run.name for run in runs]
     if len(set(names)) < len(names):
         names = [str(path) for path in paths]
-    rows = [[name, *_compared_row(run)] for name, run in zip(names, runs, strict=True)]
-    curves = [
-        {"name": name, "unit": run.unit, **series(run, COMPARED_POINTS)} for name, run in zip(names, runs, strict=True)
-    ]
+    named = list(zip(names, runs, strict=True))
+    rows = [[name, *_compared_row(run)] for name, run in named]
+    curves = [{"name": name, "unit": run.unit, **series(run, COMPARED_POINTS)} for name, run in named]
     return {"runs": curves, "headers": list(HEADERS), "rows": rows, "differences": differences(runs)}
 
 
@@ -304,12 +286,10 @@ def _compared_row(run: RunData) -> list[str]:
     validation_loss = validations[-1].get("loss") if validations else None
     values = figures(run.segment(-1))
     step, units = values["step_seconds"] or np.nan, values["units"] or np.nan
-    return [
-        run.status, str(run.plan.get("layout", "")), str(len(run.steps)), str(run.last_record.get("samples", 0)),
-        _format_number(loss, ".4f"), _format_number(validation_loss, ".4f"),
-        format_seconds(step) if run.steps else "", f"{units / step:,.0f} {run.unit}/s" if run.steps else "",
-        f"{100 * goodput(run).share:.0f}%",
-    ]  # fmt: skip
+    return [run.status, str(run.plan.get("layout", "")), str(len(run.steps)), str(run.last_record.get("samples", 0)),
+            _format_number(loss, ".4f"), _format_number(validation_loss, ".4f"),
+            format_seconds(step) if run.steps else "", f"{units / step:,.0f} {run.unit}/s" if run.steps else "",
+            f"{100 * goodput(run).share:.0f}%"]  # fmt: skip
 
 
 def _format_number(value: Any, form: str) -> str:
@@ -324,15 +304,15 @@ def differences(runs: list[RunData]) -> list[list[str]]:
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
-def comparison_tables(comparison: dict[str, Any]) -> list[Table]:
+def comparison_tables(comparison: dict[str, Any]) -> list[Any]:
     names = [escape(run["name"]) for run in comparison["runs"]]
-    overview = Table("", *names, title="runs compared")
+    overview = make_table("runs compared", ["", *names])
     for index, header in enumerate(HEADERS[1:], start=1):
         overview.add_row(header, *(escape(row[index]) for row in comparison["rows"]))
-    jobs = Table("key", *names, title="job differences")
+    jobs = make_table("job differences", ["key", *names])
     for row in comparison["differences"]:
         jobs.add_row(*map(escape, row))
-    curves = Table("samples", *names, title="loss over samples")
+    curves = make_table("loss over samples", ["samples", *names])
     sample_counts = sorted({count for run in comparison["runs"] for count in run["samples"] if count is not None})
     for count in [sample_counts[n] for n in bin_starts(len(sample_counts), 10)]:
         values = (dict(zip(run["samples"], run["loss"])).get(count) for run in comparison["runs"])

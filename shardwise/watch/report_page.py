@@ -2,11 +2,10 @@
 
 A page is one HTML document (`assets/page.html`) that contains its styles, scripts and data; uPlot draws the curves. The
 data is embedded as escaped JSON, and the scripts insert it as text, never as markup. The content security policy blocks
-every request but those to the page's own server.
-
-The trace is for Perfetto or chrome://tracing, with all ranks on the clock of rank 0. Each rank has a row of steps and,
-below it, a row that breaks each step down by cause. The durations in the breakdown are measured; their order within a
-step is not. Steps with a recorded pipeline timeline also show its actions, at the measured times."""
+every request but those to the page's own server. The trace is for Perfetto or chrome://tracing, with all ranks on the
+clock of rank 0. Each rank has a row of steps and, below it, a row that breaks each step down by cause. The durations in
+the breakdown are measured; their order within a step is not. Steps with a recorded pipeline timeline also show its
+actions, at the measured times."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -17,13 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.console import align_columns
+from shardwise.console import fit_columns
 from shardwise.errors import JobError
 from shardwise.files import require_parent_folder, write_text
 from shardwise.watch.page_data import category_label, page_data, seconds_by_rank, summary_sentences
 from shardwise.watch.run_data import TIME_CATEGORIES, RunData, goodput
 
 ASSETS = Path(__file__).parent / "assets"
+STEP_ROW, CATEGORY_ROW, ACTION_ROW = 0, 1, 2  # a thread id of the trace each
+ACTION_NAMES = {"F": "forward", "B": "backward", "I": "backward (input)", "W": "backward (weight)"}
+MAX_RANKS = 8  # with more ranks, the table shows the fastest, the median and the three slowest
 SCRIPTS = "elements", "charts", "run_panels", "rank_panels", "run_page", "run_list", "page"  # in the order of loading
 CONTENT_SECURITY_POLICY = (
     "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
@@ -54,9 +56,6 @@ def _read_asset(name: str) -> str:
     return (ASSETS / name).read_text(encoding="utf-8")
 
 
-MAX_RANKS = 8  # with more ranks, the table shows the fastest, the median and the three slowest
-
-
 def print_end_of_run(folder: Path, say: Callable[[str], None]) -> None:
     """Prints the time table and the summary, and writes report.html. Never raises: the run itself has ended."""
     try:
@@ -80,11 +79,7 @@ def time_table(run: RunData) -> list[str]:
     chosen = [order[0], order[len(order) // 2], *order[-3:]] if len(order) > MAX_RANKS else sorted(order)
     for rank in chosen:
         rows.append([str(rank), *(f"{value:.1f}" for value in times[shown, rank]), f"{memory[rank]:.2f}"])
-    return ["step time breakdown, ms:", *(f"  {line}" for line in align_columns(rows))]
-
-
-STEP_ROW, CATEGORY_ROW, ACTION_ROW = 0, 1, 2  # a thread id of the trace each
-ACTION_NAMES = {"F": "forward", "B": "backward", "I": "backward (input)", "W": "backward (weight)"}
+    return ["step time breakdown, ms:", *(f"  {line}" for line in fit_columns(rows))]
 
 
 def write_trace(folder: Path, out: Path | None) -> tuple[Path, int]:

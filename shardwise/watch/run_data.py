@@ -16,11 +16,12 @@ from typing import Any
 
 import numpy as np
 
-from shardwise.errors import JobError, LayoutError, StoreError
+from shardwise.errors import LayoutError, StoreError
 from shardwise.files import parse_json, parse_record, parse_toml
 from shardwise.job import load_job
 from shardwise.layout import Layout
 from shardwise.metrics.rank_metrics import GPU_SENSORS, MEMORY_KINDS, PHASES, SCALAR_METRICS, WAIT_AXES
+from shardwise.train.run_folder import RunFolder
 from shardwise.train.run_store import fetch_run
 
 # Where step time goes: the fields of ranks.jsonl, then the remainder.
@@ -28,6 +29,11 @@ _FIELDS = *(("phase_seconds", name) for name in PHASES), *(("wait_seconds", axis
 TIME_CATEGORIES = *_FIELDS, ("phase_seconds", "other")
 HEARTBEAT_TIMEOUT = 15.0  # seconds without a heartbeat of any rank after which a run does not count as running
 FETCH_SECONDS = 10.0  # between looks into the object store of a run
+RESTARTS = ("killed", "suspended", "hung", "failed", "resumed")
+LOST_TIME_CAUSE = {"rollback": "rollback", **dict.fromkeys(RESTARTS, "restart")}
+END_EVENTS = ("finished", "stopped")
+MAX_SILENCE = 3600.0  # seconds without a record of a run that starts or restarts
+MEASURED_SECONDS = {"checkpoint": "stall_seconds", "validation": "seconds"}  # fields of these events
 JsonObject = dict[str, Any]
 PLAN_TYPES = {"world": int, "layout": str, "micro_batches": int, "stages": list, "order": list, "predicted": dict,
               "rejected": list, "reason": str}  # fmt: skip
@@ -38,8 +44,7 @@ class JsonLinesReader:
 
     def __init__(self, path: Path, on_reset: Callable[[], None], on_record: Callable[[JsonObject], None]):
         self.path, self.on_reset, self.on_record = path, on_reset, on_record
-        self.offset, self.version = 0, (0, 0, 0)
-        """Bytes read; and inode, size and time of the last read: an unchanged file is not opened."""
+        self.offset, self.version = 0, (0, 0, 0)  # bytes read; inode, size, time: an unchanged file is not opened
         on_reset()
 
     def read(self) -> None:
@@ -69,16 +74,12 @@ class RunData:
 
     def __init__(self, path: Path):
         self._given, self._next_fetch = path, time.monotonic() + FETCH_SECONDS
-        path = fetch_run(path)
-        if not (path / "job.toml").is_file():
-            raise JobError(f"{path} is not a run folder: it has no job.toml.")
-        self.path, self.config_version, self.plan = path, "", JsonObject()
+        self.path = path = RunFolder.open(path).path
+        self.config_version, self.plan = "", JsonObject()
         self._load_config()
-        self.logs = [
-            JsonLinesReader(path / "metrics.jsonl", self._reset_metrics, self._add_metrics),
-            JsonLinesReader(path / "ranks.jsonl", self._reset_ranks, self._add_rank_line),
-            JsonLinesReader(path / "events.jsonl", self._reset_events, self._add_event),
-        ]
+        self.logs = [JsonLinesReader(path / "metrics.jsonl", self._reset_metrics, self._add_metrics),
+                     JsonLinesReader(path / "ranks.jsonl", self._reset_ranks, self._add_rank_line),
+                     JsonLinesReader(path / "events.jsonl", self._reset_events, self._add_event)]  # fmt: skip
         self.read()
 
     @property
@@ -273,13 +274,6 @@ def to_json_list(values: np.ndarray, digits: int = 5) -> list[float | None]:
     return [float(f"{value:.{digits}g}") if math.isfinite(value) else None for value in values.tolist()]
 
 
-RESTARTS = ("killed", "suspended", "hung", "failed", "resumed")
-LOST_TIME_CAUSE = {"rollback": "rollback", **dict.fromkeys(RESTARTS, "restart")}
-END_EVENTS = ("finished", "stopped")
-MAX_SILENCE = 3600.0  # seconds without a record of a run that starts or restarts
-MEASURED_SECONDS = {"checkpoint": "stall_seconds", "validation": "seconds"}  # fields of these events
-
-
 @dataclass
 class Goodput:
     wall_seconds: float = 0.0  # from the first event or step to the last, without those between stop and resume
@@ -293,10 +287,7 @@ class Goodput:
 
 def goodput(run: RunData) -> Goodput:
     """Returns the time of productive steps over the wall time, and the lost time by cause; both add up to wall time.
-
-    A step is productive if it is in the metrics; a repeated one counts once. The time between two steps is attributed
-    by the events in it: checkpoints and validations by their measured seconds, the rest to a restart or rollback if
-    there was one. Not wall time: between a stop and the next resume, and stretches too long for a running run."""
+    docs/explanation/measured.md defines them. Stretches too long for a running run are not wall time."""
     ends, seconds = run.column("time"), run.column("seconds")
     finite = np.isfinite(ends) & np.isfinite(seconds)
     ends, seconds = ends[finite], seconds[finite]
@@ -308,8 +299,7 @@ def goodput(run: RunData) -> Goodput:
         if time > 0:
             result.lost_seconds[cause] = result.lost_seconds.get(cause, 0.0) + time
 
-    # The first step compiles and allocates; its time above the median is startup.
-    median = float(np.median(seconds))
+    median = float(np.median(seconds))  # the first step compiles and allocates; its time above that is startup
     startup_seconds = max(0.0, float(seconds[0]) - median) if len(seconds) > 2 else 0.0
     add_lost("startup", startup_seconds)
     begin = min([run.events[0]["time"]] if run.events else [], default=float(ends[0] - seconds[0]))
@@ -338,6 +328,13 @@ def goodput(run: RunData) -> Goodput:
             gap -= duration
         causes = [LOST_TIME_CAUSE[event["event"]] for event in gap_events if event["event"] in LOST_TIME_CAUSE]
         add_lost("startup" if index == 0 else causes[0] if causes else "between steps", gap)
+    # What the ranks measured beyond their events (snapshots, the wait for the last save) also lay between steps.
+    for index, (_, cause) in enumerate(TIME_CATEGORIES):
+        if cause in MEASURED_SECONDS and "between steps" in result.lost_seconds:
+            measured = sum(n * line[index].mean() for (_, n), line in zip(run.line_steps, run.category_seconds))
+            unnamed = measured - result.lost_seconds.get(cause, 0.0)
+            add_lost(cause, moved := float(min(max(0.0, unnamed), result.lost_seconds["between steps"])))
+            result.lost_seconds["between steps"] -= moved
     result.productive_seconds = float(seconds.sum()) - startup_seconds
     result.wall_seconds = result.productive_seconds + sum(result.lost_seconds.values())
     return result

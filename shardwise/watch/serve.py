@@ -28,6 +28,10 @@ from shardwise.watch.run_data import END_EVENTS, RunData, is_running, parse_note
 
 TAIL_BYTES = 1 << 16  # of a log: its last record is shorter; notes are no longer either
 CURVE_POINTS = 40  # of the small curve in the list
+HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff",
+           "Content-Security-Policy": CONTENT_SECURITY_POLICY, "Referrer-Policy": "no-referrer"}  # fmt: skip
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+LIST_SECONDS = 1.0  # a list of many runs shows, after this time, the rest as "not read yet"; the page reloads itself
 
 
 @lru_cache(maxsize=1 << 14)
@@ -69,16 +73,10 @@ def list_row(path: Path) -> dict[str, Any]:
     ended = events.get("event") in END_EVENTS
     status = events["event"] if ended else "running" if is_running(path) else "not finished"
     times = [time for log in (events, metrics) for time in (log.get("begin"), log.get("time")) if to_float(time) > 0]
-    return {
-        "status": " ".join(errors) or status, "layout": found.get("plan.toml", ""), "step": metrics.get("step") or 0,
-        "steps": found.get("job.toml", 0), "loss": metrics.get("loss"), "curve": metrics.get("curve", []),
-        "begin": min(times, default=None), "seconds": max(times) - min(times) if times else None,
-        **found.get("notes.json", {}),
-    }  # fmt: skip
-
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-LIST_SECONDS = 1.0  # a list of many runs shows, after this time, the rest as "not read yet"; the page reloads itself
+    return {"status": " ".join(errors) or status, "layout": found.get("plan.toml", ""),
+            "step": metrics.get("step") or 0, "steps": found.get("job.toml", 0), "loss": metrics.get("loss"),
+            "curve": metrics.get("curve", []), "begin": min(times, default=None),
+            "seconds": max(times) - min(times) if times else None, **found.get("notes.json", {})}  # fmt: skip
 
 
 class RunRegistry:
@@ -184,11 +182,8 @@ def make_handler(registry: RunRegistry, bind_host: str) -> type[BaseHTTPRequestH
         def _send(self, text: str, kind: str, status: HTTPStatus = HTTPStatus.OK) -> None:
             body = text.encode()
             self.send_response(status)
-            for name, value in (
-                ("Content-Type", f"{kind}; charset=utf-8"), ("Content-Length", str(len(body))),
-                ("Cache-Control", "no-store"), ("X-Content-Type-Options", "nosniff"),
-                ("Content-Security-Policy", CONTENT_SECURITY_POLICY), ("Referrer-Policy", "no-referrer"),
-            ):  # fmt: skip
+            headers = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(body)), **HEADERS}
+            for name, value in headers.items():
                 self.send_header(name, value)
             self.end_headers()
             if self.command != "HEAD" and status != HTTPStatus.NO_CONTENT:

@@ -7,10 +7,8 @@ heartbeats/rank-3.stack         on SIGUSR1: the main thread's Python stack, by C
 heartbeats/rank-3.collectives   after a stack dump or a failure: recent collectives of PyTorch's flight recorder and
                                 the ranks of each process group
 
-A rank that was killed or is stopped is the culprit. Otherwise it is the rank that is not in a collective while others
-wait in one. If all ranks wait, their collectives do not match: every step issues the same sequence of collectives, so
-the culprit is the rank that departed from its own sequence or, if that does not single out a rank, the rank whose last
-collective differs from that of most ranks."""
+docs/explanation/faults.md says which rank is to blame. If all wait, and none or all departed from their own sequence of
+collectives, it is the rank whose last collective differs from that of most ranks."""
 
 import ctypes
 import faulthandler
@@ -44,6 +42,12 @@ POLL_INTERVAL = 0.05  # seconds between checks for a new stack dump
 TERMINATED = "std::terminate was called"
 AXIS_NAMES = {"default_pg": "world", "undefined": "other"}  # by PyTorch's descriptions of process groups
 RECORD_BYTES = 256  # fixed length, because the record is overwritten in place
+FRAME_PATTERN = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+PACKAGE = str(Path(__file__).parent.parent) + os.sep
+HEARTBEAT_FILE = "shardwise/workers/diagnosis.py"  # this file: its frames are those of the dump, not of training
+COLLECTIVES_FILE = "comm/collectives.py"  # a wrapper: report its caller instead
+OBSERVATION_SECONDS = 2.0  # every rank of a healthy run makes progress within this time
+MAX_DIAGNOSES = 8  # diagnoses kept in a run folder
 
 
 class Heartbeat:
@@ -121,8 +125,7 @@ def heartbeat_folder(run: Path) -> Path:
 
 
 def read_heartbeats(run: Path) -> dict[int, dict[str, Any]]:
-    """Returns the last heartbeat of each rank, except any that is being rewritten right now, or damaged: every field
-    must have its type."""
+    """Returns the last heartbeat of each rank, unless it is damaged or being rewritten: every field has its type."""
     heartbeats = {}
     for path in heartbeat_folder(run).glob("rank-*.json"):
         with suppress(OSError):
@@ -151,14 +154,6 @@ def in_flight_collectives() -> list[dict[str, Any]]:
             "completed": entry["retired"] or entry["state"] == "completed", "time": entry["time_created_ns"] / 1e9,
         })  # fmt: skip
     return collectives
-
-
-FRAME_PATTERN = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
-PACKAGE = str(Path(__file__).parent.parent) + os.sep
-HEARTBEAT_FILE = "shardwise/workers/diagnosis.py"  # this file: its frames are those of the dump, not of training
-COLLECTIVES_FILE = "comm/collectives.py"  # a wrapper: report its caller instead
-OBSERVATION_SECONDS = 2.0  # every rank of a healthy run makes progress within this time
-MAX_DIAGNOSES = 8  # diagnoses kept in a run folder
 
 
 @dataclass(frozen=True)
@@ -320,10 +315,8 @@ def _describe_collective(collective: dict[str, Any]) -> str:
     return f"{collective['op']}{number} ({size}) on axis {collective['axis']}"
 
 
-def request_dumps(
-    run: Path, ranks: Iterable[int], timeout: float, send_signal: Callable[[], None],
-    wait: Callable[[float], None] = time.sleep,
-) -> None:  # fmt: skip
+def request_dumps(run: Path, ranks: Iterable[int], timeout: float, send_signal: Callable[[], None],
+                  wait: Callable[[float], None] = time.sleep) -> None:  # fmt: skip
     """Makes ranks dump stacks and collectives by SIGUSR1; waits for the files. `wait` receives those of other nodes."""
     requested_at = time.time()
     send_signal()

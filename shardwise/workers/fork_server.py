@@ -2,9 +2,8 @@
 
 Importing takes seconds and forking milliseconds, so workers start, and restart after a fault, almost at once. The
 server is single-threaded and touches no device, which makes forking safe. Python's own fork server would import the
-caller's main module again, and it reports the exit of a worker late.
-
-Run as python -m shardwise.workers.fork_server SOCKET MODULE..., with modules to import. It reads one command per line:
+caller's main module again, and it reports the exit of a worker late. Run as python -m shardwise.workers.fork_server
+SOCKET MODULE..., with modules to import. It reads one command per line:
 
     {"fork": "group-1", "ranks": [0, 1], "size": 2, "entry": "module:function", "arguments": [...], ...}
     {"release": "group-2"}                              lets standby workers continue
@@ -13,8 +12,7 @@ Run as python -m shardwise.workers.fork_server SOCKET MODULE..., with modules to
     {"remove_snapshots": "0123456789ab-0"}              deletes a run's snapshots, see `shardwise.workers.snapshots`
 
 and reports `{"group": "group-1", "pids": {"0": 7, "1": 8}}`, `{"group": "group-1", "rank": 0, "stopped": true}` (false
-when continued) and `{"group": "group-1", "rank": 0, "code": -9}` (exit code). It ends with its launcher, and
-its workers with it."""
+when continued) and `{"group": "group-1", "rank": 0, "code": -9}` (exit code). All end with the launcher."""
 
 import ctypes
 import json
@@ -39,8 +37,7 @@ from shardwise.console import name_process
 from shardwise.workers.run_owner import BEAT_SECONDS, keep
 
 SHARED_MEMORY = Path("/dev/shm")
-# What other nodes may ask for.
-ENTRY_POINTS = ("shardwise.launch.worker:main", "shardwise.chaos.faulty_worker:main")
+ENTRY_POINTS = ("shardwise.launch.worker:main", "shardwise.chaos.faulty_worker:main")  # that other nodes may name
 Message = dict[str, Any]
 
 
@@ -89,10 +86,9 @@ class ForkServer(MessageChannel):
                 ours.close()
                 _serve_and_exit(theirs)
         else:
-            self.pid = subprocess.Popen(
-                [sys.executable, "-u", "-m", "shardwise.workers.fork_server", str(theirs.fileno()), *modules],
-                pass_fds=[theirs.fileno()], env={"OMP_NUM_THREADS": "1", **os.environ},
-            ).pid  # fmt: skip
+            command = [sys.executable, "-u", "-m", "shardwise.workers.fork_server", str(theirs.fileno()), *modules]
+            environment = {"OMP_NUM_THREADS": "1", **os.environ}
+            self.pid = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment).pid
         theirs.close()
         super().__init__(ours)
         self.has_workers = False

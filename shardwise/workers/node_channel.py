@@ -1,10 +1,9 @@
 """Authenticated channels between the nodes of a run.
 
 All nodes know the run's secret: `SHARDWISE_SECRET`, or a file of mode 600 that node 0 writes when it starts. Both ends
-of a connection prove that they know it before anything else they say is read: node 0 sends a nonce; the node answers
-with a nonce of its own and an HMAC over its role and both nonces, and node 0 with an HMAC over the role "coordinator".
-The nonces are new and the roles differ, so a proof can be neither replayed nor reflected. Each later message is a line
-of JSON with an HMAC over its number. Messages of the wrong form are dropped and counted."""
+of a connection prove that they know it before anything else they say is read, by HMACs over their roles and two nonces
+(docs/explanation/security.md). Each later message is a line of JSON with an HMAC over its number. Messages of the wrong
+form are dropped and counted."""
 
 import hashlib
 import hmac
@@ -79,7 +78,6 @@ def parse_message(line: bytes, forms: list[dict[str, Any]]) -> Message:
 
 
 def secret_file(host: str, port: int) -> Path:
-    """Returns the file with the secret of the run at this address."""
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "shardwise"
     return Path(os.environ.get("SHARDWISE_SECRET_FILE", cache / "secrets" / f"{host}-{port}"))
 
@@ -129,9 +127,8 @@ class Handshake:
         return self.connection.fileno()
 
     def proceed(self, secret: bytes, roles: list[str]) -> tuple[str, bytes] | None:
-        """Returns the peer's role and the session key once it has proved the secret, None before.
-
-        Raises OSError if the peer is gone or does not know the secret."""
+        """Returns the peer's role and the session key once it has proved the secret, None before. Raises OSError if the
+        peer is gone or does not know the secret."""
         chunk = self.connection.recv(NONCE_BYTES + PROOF_BYTES - len(self._received))
         self._received += chunk
         if chunk and len(self._received) < NONCE_BYTES + PROOF_BYTES:
@@ -163,10 +160,8 @@ def connect(host: str, port: int, secret: bytes, role: str) -> tuple[socket.sock
 class NodeChannel(MessageChannel):
     """A channel between two nodes that authenticates messages, sends heartbeats and notices when the peer is lost."""
 
-    def __init__(
-        self, connection: socket.socket, key: bytes, is_coordinator: bool, reject: Callable[[str], None],
-        patience: float = PATIENCE,
-    ):  # fmt: skip
+    def __init__(self, connection: socket.socket, key: bytes, is_coordinator: bool, reject: Callable[[str], None],
+                 patience: float = PATIENCE):  # fmt: skip
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with suppress(OSError):
             connection.setsockopt(socket.IPPROTO_IP, socket.IP_TOS, 0x10)  # low delay: ahead of bulk data
@@ -206,7 +201,6 @@ class NodeChannel(MessageChannel):
 
     def silence_if_lost(self) -> float:
         """Returns how long the peer has been silent, without gaps in which we did not poll, if it is lost; otherwise 0.
-
         On a busy machine an agent may get no CPU time for seconds, but its kernel still acknowledges what we send. The
         load of this machine stands for that of its peer."""
         now = time.monotonic()

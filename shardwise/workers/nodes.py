@@ -3,13 +3,11 @@
     shardwise train job.toml --node 0/2 --address 10.0.0.1:29400     coordinator: plans, supervises, reports
     shardwise train --node 1/2 --address 10.0.0.1:29400              agent: forks workers on request
 
-Coordinator and agents exchange heartbeats ten times a second, independent of collectives. When an agent falls silent,
-its node is lost: the coordinator names the lost ranks and restarts all ranks once the node rejoins, or without it
-(`run.elastic`). An agent that loses the coordinator kills its workers, so that no old attempt survives, and reconnects.
-All nodes must run the same Shardwise and PyTorch, and share the run folder, unless the run is in an object store: then
-an agent gets a local folder for each run (`NodeAgent.prepare`), and sends node 0 what its workers write about
-themselves. Losing node 0 ends the run; `--resume` continues it. A node that gets SIGTERM asks node 0 to stop: the run
-is saved, and every node ends."""
+When an agent falls silent, its node is lost: the coordinator names the lost ranks and restarts all ranks once the node
+rejoins, or without it (`run.elastic`). An agent that loses the coordinator kills its workers, so that no old attempt
+survives, and reconnects. All nodes run the same versions and share the run folder, unless the run is in an object
+store: then an agent gets a local folder for each run (`NodeAgent.prepare`), and sends node 0 what its workers write
+about themselves. More is in docs/explanation/restarts.md."""
 
 import base64
 import errno
@@ -28,7 +26,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -84,10 +81,8 @@ class Node:
 class NodeCoordinator(WorkerPool):
     """The worker pool of node 0: its own slots and those of all agents that joined."""
 
-    def __init__(
-        self, run_path: Path, fork_server: ForkServer, slots: int, node: Node, log_event: LogEvent,
-        join_timeout: float = JOIN_TIMEOUT, patience: float = PATIENCE,
-    ):  # fmt: skip
+    def __init__(self, run_path: Path, fork_server: ForkServer, slots: int, node: Node, log_event: LogEvent,
+                 join_timeout: float = JOIN_TIMEOUT, patience: float = PATIENCE):  # fmt: skip
         super().__init__(run_path.resolve(), fork_server, slots)
         self.node, self.slots_per_node, self.log_event, self.patience = node, slots, log_event, patience
         self._handshakes: list[Handshake] = []
@@ -266,10 +261,8 @@ class NodeCoordinator(WorkerPool):
 
 def describe_software() -> dict[str, str]:
     """Returns the versions that nodes compare; that of Shardwise includes a checksum of its code."""
-    code = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.parent.rglob("*.py")):
-        code.update(path.read_bytes())
-    version = f"{__version__} ({code.hexdigest()[:12]})"
+    code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.parent.rglob("*.py")))
+    version = f"{__version__} ({hashlib.sha256(code).hexdigest()[:12]})"
     return {"shardwise": version, "torch": str(torch.__version__), "python": platform.python_version()}
 
 
@@ -288,8 +281,7 @@ class NodeAgent:
     node: Node
     fork_server: ForkServer
     join_timeout: float = JOIN_TIMEOUT
-    prepare: Callable[[str], Path] = Path
-    """Returns the local folder for the run of a URL. It may take long, so it runs in a thread."""
+    prepare: Callable[[str], Path] = Path  # makes the local folder of a URL's run; it may take long, so in a thread
     worker_groups: set[str] = field(default_factory=set)
     rejections: int = 0
     is_stopping: bool = False
@@ -301,7 +293,7 @@ class NodeAgent:
 
     def run(self) -> bool:
         """Serves until the coordinator shuts down; returns whether the run finished. Raises RunError if it is lost."""
-        previous = signal.signal(signal.SIGTERM, self._handle_stop)
+        previous = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "is_stopping", True))
         try:
             while True:
                 self.commands, self.preparing = [], None
@@ -316,9 +308,6 @@ class NodeAgent:
                 channel.close()
         finally:
             signal.signal(signal.SIGTERM, previous)
-
-    def _handle_stop(self, number: int, frame: FrameType | None) -> None:
-        self.is_stopping = True
 
     def _join(self) -> NodeChannel | None:
         """Connects to node 0; returns None if the agent was told to stop before it could."""

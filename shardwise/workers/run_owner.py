@@ -1,10 +1,9 @@
 """The owner of a run folder: one launcher at a time trains in it, named in `owner.json`.
 
 It is created exclusively, which needs no locks and works on network file systems, and touched every BEAT_SECONDS.
-- On the owner's machine (same boot, process namespace and user), the owner lives as long as its launcher or its fork
-  server, which ends after its workers: a process with this id that began at this time. A killed run resumes at once.
-- From another machine, it lives if the file is touched while we watch, so no clocks are compared. After STALE_SECONDS
-  of silence it counts as dead. If it wakes up, it notices that the folder has a new owner, and its workers end."""
+On the owner's machine (same boot, process namespace and user), the owner lives as long as its launcher or its fork
+server, which ends after its workers: a process with this id that began at this time. From another machine, it lives if
+the file is touched while we watch, so no clocks are compared (docs/how-to/resume-elsewhere.md)."""
 
 import json
 import os
@@ -32,10 +31,9 @@ Say = Callable[[str], None]
 def own_run(run: Path, say: Say, fork_server: Any = None) -> Iterator[None]:
     """Owns a run folder; raises JobError if another launcher does. The fork server touches the file, else a thread."""
     path, pids = run / "owner.json", [os.getpid(), *([] if fork_server is None else [fork_server.pid])]
-    owner: Owner = {
-        "token": uuid.uuid4().hex, "host": socket.gethostname(), "machine": _machine(), "pid": pids[0],
-        "time": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()), "processes": [[p, _began(p)] for p in pids],
-    }  # fmt: skip
+    owner: Owner = {"token": uuid.uuid4().hex, "host": socket.gethostname(), "machine": _machine(), "pid": pids[0],
+                    "time": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+                    "processes": [[p, _began(p)] for p in pids]}  # fmt: skip
     with os_errors_as(JobError, f"the run folder {run} cannot be written"):
         _acquire(path, owner, say)
     ended = threading.Event()

@@ -4,9 +4,8 @@
         rank-3.0, rank-3.1              tensor bytes of the last two snapshots of a rank
         rank-3.0.json, rank-3.1.json    step, names, shapes and a checksum; written last
 
-A rank copies its tensors there. A thread computes the checksum, which makes the snapshot valid, and in a multi-node run
-sends the snapshot to a backup rank on the next node: a node that rejoins with empty memory gets it back from there. A
-restart loads the newest step for which every rank has a valid snapshot in the same layout."""
+A rank copies its tensors there. A thread adds the checksum that makes a snapshot valid and, in a multi-node run, sends
+it to a backup rank on the next node. What a restart loads is in docs/explanation/restarts.md."""
 
 import hashlib
 import json
@@ -51,10 +50,8 @@ class SnapshotStore:
         is_uniform = self.size > 1 and set(gather(self.ranks_per_node)) == {self.ranks_per_node}
         if is_uniform and self.ranks_per_node < self.size:  # several nodes with equally many ranks
             self.group = dist.new_group(backend="gloo", group_desc="snapshot")
-        self.backup_rank = (self.rank + self.ranks_per_node) % self.size
-        """The rank on the next node that keeps a copy of our snapshots."""
-        self.backed_up_rank = (self.rank - self.ranks_per_node) % self.size
-        """The rank on the previous node whose snapshots we keep a copy of."""
+        self.backup_rank = (self.rank + self.ranks_per_node) % self.size  # on the next node; keeps copies of ours
+        self.backed_up_rank = (self.rank - self.ranks_per_node) % self.size  # on the previous one; we copy its
         self._slot, self._snapshots_taken, self._last_snapshot, self._min_interval = 0, 0, (0, 0.0), 1
         self._thread: threading.Thread | None = None
         self._space_problem: str | None = None
@@ -92,9 +89,8 @@ class SnapshotStore:
         return step % max(every, self._min_interval) == 0
 
     def take(self, step: int, pieces: Pieces, state: Mapping[str, Any]) -> str:
-        """Takes a snapshot. Returns an error message, the same on every rank, if a node has no room for snapshots.
-
-        The first snapshot in each slot also allocates memory. The next one after these is timed, to set the minimum
+        """Takes a snapshot. Returns an error message, the same on every rank, if a node has no room for snapshots. The
+        first snapshot in each slot also allocates memory. The next one after these is timed, to set the minimum
         interval that keeps the overhead of snapshots below `MAX_OVERHEAD`."""
         begin = time.perf_counter()
         tensors = {name: piece.tensor for name, piece in pieces.items()}
@@ -214,7 +210,7 @@ class SnapshotStore:
         for slot in range(SLOTS):
             with suppress(OSError, ValueError, KeyError, TypeError):
                 header = parse_json(self._header_path(rank, slot).read_bytes())
-                size = self._data_path(rank, slot).stat().st_size
+                size = (self.folder / f"rank-{rank}.{slot}").stat().st_size
                 if header["layout"] == self.layout and size >= header["bytes"] and header["step"] >= 0:
                     headers[slot] = header
         return dict(sorted(headers.items(), key=lambda item: -item[1]["step"]))
@@ -231,15 +227,12 @@ class SnapshotStore:
     def _header_path(self, rank: int, slot: int) -> Path:
         return self.folder / f"rank-{rank}.{slot}.json"
 
-    def _data_path(self, rank: int, slot: int) -> Path:
-        return self.folder / f"rank-{rank}.{slot}"
-
     def _mapped_bytes(self, rank: int, slot: int, size: int) -> Tensor:
         """Maps a snapshot file into memory, growing it if it is smaller. Does not follow links."""
         buffer = self._buffers.get((rank, slot))
         if buffer is not None and buffer.numel() == size:
             return buffer
-        descriptor = os.open(self._data_path(rank, slot), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        descriptor = os.open(self.folder / f"rank-{rank}.{slot}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             if os.fstat(descriptor).st_size < size:
                 os.ftruncate(descriptor, size)

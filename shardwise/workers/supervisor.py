@@ -1,12 +1,8 @@
 """Supervises a run: detects a rank that dies, stops or hangs, names it, and restarts all ranks.
 
-The fork server reports a rank that exits or is stopped. A run hangs if no heartbeat shows progress for `hang_timeout`
-seconds. Detection never waits for a collective to time out. A fault ends the attempt: the supervisor saves a diagnosis,
-kills all workers, and starts a new attempt from the newest valid snapshot or checkpoint. If standby workers have been
-started in advance, they take over, which saves most of the startup time.
-
-It does not restart after errors that Shardwise raises on purpose, after the same exception twice at the same step, or
-after `max_restarts` consecutive attempts without progress."""
+Detection never waits for a collective to time out. A fault ends the attempt: the supervisor saves a diagnosis, kills
+all workers, and starts a new attempt, by standby workers if there are any, from the newest valid snapshot or
+checkpoint. docs/explanation/faults.md says what counts as a fault, and after what it does not restart."""
 
 import signal
 import time
@@ -60,8 +56,7 @@ class Supervisor:
     hang_timeout: float
     error_log: Any  # the run folder: `error_records` of failed ranks, `clear_errors`
     log_event: Callable[..., None]  # called with the kind of an event, its message, and its fields as keywords
-    # Elastic runs only: returns a layout for at most this many processes, and its world size.
-    replan: Callable[[int], tuple[str, int]] | None = None
+    replan: Callable[[int], tuple[str, int]] | None = None  # if elastic: for at most so many, a layout and its size
     rejoin_timeout: float = 0.0  # seconds to wait for a lost node to rejoin
     use_standby: bool = False  # whether to keep a second group of workers ready while the first one trains
     stop_signal: int = 0  # the signal that asked this run to stop; 0 if none
@@ -70,8 +65,7 @@ class Supervisor:
     max_step: int = -1
     attempts: int = 0
     last_failure: WorkerFailure | None = None
-    # Ranks that were at fault in every attempt since the last progress.
-    suspect_ranks: set[int] = field(default_factory=set)
+    suspect_ranks: set[int] = field(default_factory=set)  # at fault in every attempt since the last progress
     group_counter: int = 0
     is_scaling_up: bool = False
 
@@ -200,7 +194,6 @@ class Supervisor:
         return failure
 
     def _diagnose_hang(self, worker_group: WorkerGroup, stopped: list[int]) -> WorkerFailure:
-        """Diagnoses ranks that are stopped, or a hang."""
         exit_reasons = dict.fromkeys(stopped, "is stopped (SIGSTOP)")
         kind = "suspended" if stopped else "hung"
         responsive = [rank for rank in worker_group.alive_ranks if rank not in exit_reasons]
@@ -212,7 +205,6 @@ class Supervisor:
         return WorkerFailure(kind, ranks, step, finding.message)
 
     def _diagnose_lost_node(self, worker_group: WorkerGroup) -> WorkerFailure:
-        """Diagnoses a node that is down or unreachable."""
         self._record_diagnosis("node_lost", worker_group.lost_ranks)
         ranks, step = sorted(worker_group.lost_ranks), self._latest_step()
         reason = min(worker_group.lost_ranks.values())

@@ -21,8 +21,6 @@ FORK_SERVER_LOST = "the fork server was killed, and its workers with it; continu
 
 @dataclass
 class NodeSlots:
-    """A node and its usable slots."""
-
     index: int
     channel: MessageChannel
     slots: list[int]

@@ -239,9 +239,7 @@ class HuggingFaceFamily(ModuleFamily):
         return MaskedLM(config, seed) if config.kind == "masked language model" else next_token
 
     def pretrained_weights(self, config: Any, chain: Any) -> ModuleWeights | None:
-        if config.weights_folder is None:
-            return None
-        return ModuleWeights.of_folder(config.weights_folder, chain.root)
+        return None if config.weights_folder is None else ModuleWeights.of_folder(config.weights_folder, chain.root)
 
     def reference(self, config: Any) -> nn.Module | None:
         raise JobError(f"{config.name} is transformers' own module, the reference of every layout; omit --against.")
@@ -380,11 +378,10 @@ def make_task(config: Any) -> Task:
         if replacements.can_fuse_loss(module, meta_chain(config).root, config.sequence):
             replacements.fuse_loss(module, current)
 
-    return Task(
-        build, loss, count=lambda batch: (batch["labels"] != -100).sum(), inputs=inputs, configure=configure,
-        casts_inputs=False, split_sequence=replacements.attend_through_shardwise, trunk=config.trunk,
-        dispatch_tokens=replacements.dispatch_tokens, plan=config.tensor_plan, example_batch=example_batch,
-    )  # fmt: skip
+    return Task(build, loss, count=lambda batch: (batch["labels"] != -100).sum(), inputs=inputs, configure=configure,
+                casts_inputs=False, split_sequence=replacements.attend_through_shardwise, trunk=config.trunk,
+                dispatch_tokens=replacements.dispatch_tokens, plan=config.tensor_plan,
+                example_batch=example_batch)  # fmt: skip
 
 
 def translate_plan(module: Any) -> dict[str, str]:
@@ -400,7 +397,5 @@ def translate_plan(module: Any) -> dict[str, str]:
         plan |= {name: "embedding_rowwise" for name, part in module.named_modules() if part is embedding}
     unknown = {pattern.rpartition(".")[0] for pattern, style in plan.items() if style not in styles}
     unknown |= {pattern for pattern, style in plan.items() if style not in styles}
-    return {
-        pattern: styles[style] for pattern, style in plan.items()
-        if styles.get(style) and pattern.rpartition(".")[0] not in unknown
-    }  # fmt: skip
+    known = {pattern: styles.get(style) for pattern, style in plan.items() if pattern.rpartition(".")[0] not in unknown}
+    return {pattern: style for pattern, style in known.items() if style}

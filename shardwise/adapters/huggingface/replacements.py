@@ -1,15 +1,12 @@
 """What replaces parts of transformers' models: attention, experts and the head.
 
-Attention over a sequence that is split over ranks: each rank has the queries of its own positions. Plain attention,
-causal or not, is our ring or Ulysses attention. With a sliding window, a softcap or sinks, keys and values are
-all-gathered, and transformers' own mask function is evaluated at this rank's positions. Both are registered with
-transformers under the name "shardwise".
-
-Experts on the ranks of the expert axis: a rank keeps some of the experts that a module of transformers has stacked.
-Tokens are sorted by expert, sent to the ranks that have them, go through the module's own forward with one expert each,
-and come back to be weighted and summed.
-
-The fused loss of causal language models: their head computes the loss, and never all logits."""
+Attention over a split sequence: each rank has the queries of its own positions. Plain attention, causal or not, is our
+ring or Ulysses attention. With a sliding window, softcap or sinks, keys and values are all-gathered, and transformers'
+own mask function is evaluated at this rank's positions. Both are registered with transformers as "shardwise". Experts
+on the ranks of the expert axis: a rank keeps some of the experts that a module of transformers has stacked. Tokens are
+sorted by expert, sent to the ranks that have them, go through the module's own forward with one expert each, and come
+back to be weighted and summed. The fused loss of causal language models: their head computes the loss, and never all
+logits."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -75,10 +72,9 @@ def register() -> None:
     )
 
 
-def attention_mask(
-    batch_size: int, q_length: int, kv_length: int, mask_function: Callable[..., Tensor],
-    attention_mask: Tensor | None = None, use_vmap: bool = False, device: Any = "cpu", **kwargs: Any,
-) -> Tensor | None:  # fmt: skip
+def attention_mask(batch_size: int, q_length: int, kv_length: int, mask_function: Callable[..., Tensor],
+                   attention_mask: Tensor | None = None, use_vmap: bool = False, device: Any = "cpu",
+                   **kwargs: Any) -> Tensor | None:  # fmt: skip
     """Returns which keys of the whole sequence this rank's queries see (B, 1, queries, keys); None: all before them, or
     all, as the attention module says."""
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
@@ -99,11 +95,10 @@ def _positions(length: int, device: Any) -> tuple[Tensor, Tensor]:
     return queries, queries if SPLIT.all_positions is None else SPLIT.all_positions.to(device)
 
 
-def attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
-    scaling: float | None = None, is_causal: bool | None = None, softcap: float | None = None,
-    s_aux: Tensor | None = None, position_bias: Tensor | None = None, **kwargs: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
+def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+              dropout: float = 0.0, scaling: float | None = None, is_causal: bool | None = None,
+              softcap: float | None = None, s_aux: Tensor | None = None, position_bias: Tensor | None = None,
+              **kwargs: Any) -> tuple[Tensor, None]:  # fmt: skip
     """Computes attention (B, H, S, D) as transformers' own implementations do; returns (B, S, H, D)."""
     split_attention.count_call(query)
     if position_bias is not None:

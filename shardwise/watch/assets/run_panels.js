@@ -1,5 +1,5 @@
 // Panels of a run that show curves, tables and texts.
-const ALERT_EVENTS = ["killed", "suspended", "hung", "failed", "rollback", "loss_spike", "step_skipped", "stopped", "straggler", "checkpoint_corrupt", "corruption", "node_lost", "scaled_down", "checkpoint_failed", "warning", "data_changed"];
+const ALERT_EVENTS = ["killed", "suspended", "hung", "failed", "rollback", "loss_spike", "step_skipped", "straggler", "checkpoint_corrupt", "corruption", "node_lost", "scaled_down", "checkpoint_failed", "warning", "data_changed"];
 const METRIC_LABELS = {
   loss: "loss", grad_norm: "gradient norm", lr: "learning rate", mfu: "MFU (model FLOPs utilization)",
   memory_gib: "peak memory of rank 0 (GiB)", loss_scale: "loss scale", gradient_compression_ratio: "gradient compression ratio",
@@ -95,8 +95,8 @@ function planRows(run) {
   add("peak memory per rank", p.peak_memory_gib, run.figures.peak_gib, (x) => `${+x.toPrecision(3)} GiB`);
   for (const [axis, seconds] of Object.entries(p.exposed_seconds && typeof p.exposed_seconds === "object" ? p.exposed_seconds : {})) {
     if (axis === "pipeline") continue;
-    const axes = axis === "shard" ? ["shard", "replicate", "data"] : [axis];  // the plan counts all data-parallel communication as "shard"
-    add(`exposed communication (${axis === "shard" ? "data parallel" : axis})`, seconds, step * axes.reduce((sum, name) => sum + (waits[name] || 0), 0), formatSeconds);
+    const axes = axis === "data" ? ["shard", "replicate", "data"] : [axis];
+    add(`exposed communication (${axis === "data" ? "data parallel" : axis})`, seconds, step * axes.reduce((sum, name) => sum + (waits[name] || 0), 0), formatSeconds);
   }
   if (run.pipeline && run.pipeline.measured && run.pipeline.predicted) add("pipeline bubble", run.pipeline.predicted.bubble, run.pipeline.measured.bubble, formatPercent);
   return rows;
