@@ -29,6 +29,7 @@ from typing import Any
 import torch
 
 from shardwise.console import pluralize
+from shardwise.data import sample_stream
 from shardwise.data.loader import Loader
 from shardwise.data.make_sources import make_sources
 from shardwise.data.sample_stream import SampleStream, job_stream, rank_positions
@@ -159,7 +160,7 @@ def _measure_stages(job: Job, stream: SampleStream, device: torch.device, steps:
         augment.apply = timer.wrap("augment", augment.apply)
     patched: Any = stream
     patched.indices = timer.wrap("order", stream.indices)
-    patched._read_sample = timer.wrap("read", stream._read_sample)
+    sample_stream.read_sample = timer.wrap("read", sample_stream.read_sample)
     patched.objective = timer.wrap("objective", stream.objective)
     read = timer.wrap("collate", stream.read)
     times: dict[str, list[float]] = {}

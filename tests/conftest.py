@@ -69,6 +69,7 @@ THINNED = {
     "test_the_search_finds_what_simulating_everything_finds": 5, "test_the_search_is_exact": 8,
     "test_what_is_chosen_can_run": 9, "test_order_is_executed_multi": 5, "test_order_is_executed_single": 5,
     "test_a_model_that_transformers_does_not_know_becomes_a_program": 3,
+    "test_no_line_is_wider_than_the_terminal": 3,
 }  # fmt: skip
 # These run one case of each kind, which is the first word of the case's id: each planted bug once, in one layout.
 ONE_OF_EACH = ("test_caught", "test_the_culprit_is_named")

@@ -172,3 +172,13 @@ def test_training_follows_the_plan(tmp_path: Path) -> None:
     assert any(line.strip() == plan["reason"] for line in said)
     events = (tmp_path / "run" / "events.jsonl").read_text()
     assert f"layout '{plan['layout']}'" in events
+
+
+def test_a_pipeline_where_processes_share_cores_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two cores, four processes in `pipeline=2 replicate=2` took 6 to 12% less than in `replicate=4`."""
+    monkeypatch.setattr(local_machine, "core_count", lambda: 2)
+    job = job_of(model=SMALL | {"layers": 4, "width": 128, "sequence": 128}, batch={"samples": 16})
+    plan, source = choose_plan(job, world_size=4)
+    assert plan.best.layout.pipeline > 1 and "more processes than cores" in describe_plan(plan, source)
+    monkeypatch.setattr(local_machine, "core_count", lambda: 4)
+    assert "cores" not in describe_plan(*choose_plan(job, world_size=4))

@@ -53,6 +53,20 @@ def write_dataset(folder: Path, **options: Any) -> Path:
     return folder
 
 
+def write_text_shard(path: Path, documents: list[str]) -> None:
+    """Writes samples as WebDataset does: text beside metadata and an image, or text in a JSON object."""
+    with tarfile.open(path, "w:gz" if path.suffix == ".gz" else "w") as tar:
+        for number, text in enumerate(documents):
+            files = (
+                {"txt": text.encode(), "json": b'{"url": "x"}'} if number % 2 else {"json": json.dumps({"text": text})}
+            )
+            for kind, content in {"jpg": b"no text", **files}.items():
+                member = tarfile.TarInfo(f"part/{number:04d}.{kind}")
+                content = content.encode() if isinstance(content, str) else content
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+
+
 def write_format(kind: str, folder: Path) -> dict[str, Any]:
     """Writes the documents with the library that people use; returns the `[data]` section that reads them."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -74,13 +88,17 @@ def write_format(kind: str, folder: Path) -> dict[str, Any]:
         return {"source": "parquet", "path": str(folder)}
     if kind == "datasets":
         return {"source": "datasets", "path": str(write_dataset(folder / "saved", num_shards=3))}
+    if kind.startswith("tar"):
+        for number, part in enumerate((DOCUMENTS[:17], DOCUMENTS[17:])):
+            write_text_shard(folder / f"shard-{number}.{kind}", part)
+        return {"source": "text", "path": str(folder / f"shard-*.{kind}")}
     pytest.importorskip("datasets")
     (folder / "corpus").mkdir()
     (folder / "corpus" / "train.jsonl").write_bytes(LINES)
     return {"source": "datasets", "path": f"stream:{folder / 'corpus'}", "samples": 1000}
 
 
-FORMATS = ("gz", "bz2", "zst", "parquet", "datasets", "stream")
+FORMATS = ("gz", "bz2", "zst", "parquet", "datasets", "stream", "tar", "tar.gz")
 
 
 def text_job(data: dict[str, Any], folder: Path, **changes: Any) -> Job:
@@ -129,7 +147,7 @@ def losses(job: Job, folder: Path, *layouts: str) -> list[float]:
     return [record["loss"] for record in run.metrics()]
 
 
-@pytest.mark.parametrize("kind", ["parquet", "stream"])
+@pytest.mark.parametrize("kind", ["parquet", "stream", "tar"])
 def test_a_run_goes_on_exactly_in_another_layout(tmp_path: Path, kind: str) -> None:
     data = write_format(kind, tmp_path / "data")
     job = text_job(data, tmp_path, optimizer={"schedule": "constant", "warmup": 0})
@@ -158,6 +176,12 @@ def test_what_is_damaged_is_one_sentence(tmp_path: Path) -> None:
     assert "c.jsonl.gz cannot be read: Not a gzipped file" in problem_of("jsonl", tmp_path / "c.jsonl.gz")
     (tmp_path / "d.txt.gz").write_bytes(gzip.compress("Grüße".encode("latin-1")))
     assert "is not text: it must be UTF-8" in problem_of("text", tmp_path / "d.txt.gz")
+    write_text_shard(tmp_path / "s.tar", DOCUMENTS[:4])
+    (tmp_path / "t.tar").write_bytes((tmp_path / "s.tar").read_bytes()[:700])
+    assert "t.tar cannot be read as a tar file: " in problem_of("text", tmp_path / "t.tar")
+    assert "s.tar, part/0000: no field 'body' (data.text_field)" in problem_of(
+        "text", tmp_path / "s.tar", text_field="body"
+    )
     (tmp_path / "empty").mkdir()
     for source, end in {"jsonl": ".jsonl or .ndjson", "parquet": ".parquet", "datasets": ".arrow"}.items():
         assert f"the folder has no files that end in {end}; give" in problem_of(source, tmp_path / "empty")

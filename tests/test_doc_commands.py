@@ -65,6 +65,7 @@ SKIPPED = {
     "shardwise export runs/tuned my-adapter": "needs a run; tests/test_lora.py exports some",
     "shardwise merge runs/tuned my-model --check": "needs a run; tests/test_lora.py merges some",
     "shardwise calibrate -o here.toml": MEASURES,
+    "shardwise tune job.toml": "measures this machine for minutes; tests/test_tune.py tunes",
     "shardwise plan job.toml --cluster here.toml": MEASURES,
     "shardwise train job.toml --cluster here.toml": MEASURES,
     "shardwise verify examples/llama-small.toml --shrink": "verifies a dozen layouts, which takes minutes",

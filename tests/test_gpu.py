@@ -109,10 +109,23 @@ def test_processes_that_share_a_gpu_compute_what_one_cpu_does(layout, settings, 
 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("layout", ["", "shard=2", "replicate=2"])
-def test_tables_in_host_memory_beside_a_gpu_train_as_on_a_cpu(layout, tmp_path):
+def test_tables_beside_or_on_a_gpu_train_as_on_a_cpu(layout, device, tmp_path):
     expected = losses(tmp_path, "cpu", "", [], CLICKS)
-    found = losses(tmp_path, "cuda", layout, [], CLICKS)
+    found = losses(tmp_path, "cuda", layout, [f"embedding_tables.device={device}"], CLICKS)
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-10)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    "layout", ["recompute=full", "recompute=selective", "recompute=0.5", "tensor=2 recompute=full"]
+)
+def test_compiled_blocks_that_are_recomputed_compute_what_one_cpu_does(layout, tmp_path):
+    expected = losses(tmp_path, "cpu", "", [])
+    found = losses(tmp_path, "cuda", layout, ["compile=true"])
     for one, other in zip(found, expected, strict=True):
         assert one == pytest.approx(other, rel=1e-10)
 

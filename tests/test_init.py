@@ -147,3 +147,10 @@ def test_the_path_is_checked_before_the_vocabulary(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file or folder"):
         make_sources(make_job({"model": {"vocab": 256}, "data": data}))
     assert make_job({"data": data}).model.vocab_size == 4096  # not set: that of the tokenizer
+
+
+def test_many_devices_get_a_job_for_gpus(tmp_path: Path) -> None:
+    given = {"task": "pretrain", "data": None, "model": "llama3-70b", "devices": "64"}
+    list(write_job(tmp_path / "job.toml", given, None))
+    job = load_job(tmp_path / "job.toml")
+    assert job.precision == "bf16" and job.samples == 512

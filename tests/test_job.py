@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.errors import JobError
+from shardwise.errors import JOB_WORDS, LAYOUT_WORDS, JobError
 from shardwise.job import Job, load_job, make_job
 from shardwise.layout import Layout
 from shardwise.models.config import PRESETS
 from shardwise.models.registry import BUILT_IN
-from shardwise.peer_words import JOB_WORDS, LAYOUT_WORDS
 
 
 def problem(values: dict[str, object]) -> str:
@@ -80,6 +79,17 @@ def test_a_mistake_is_told_with_its_place_and_remedy(values: dict[str, object], 
         ({"gradient_checkpointing": True}, "did you mean recompute=full or recompute=selective in layout?"),
         ({"resume_from_checkpoint": "runs/1"}, "shardwise train --resume RUN_FOLDER"),
         ({"training": {"steps": 3}}, "use steps, precision, [batch], [optimizer] and [data]"),
+        ({"training": {"steps": 3}}, "unknown key 'training.steps'; did you mean 'steps'?"),
+        (
+            {"training": {"local_batch_size": 8}},
+            "'training.local_batch_size'; it belongs to the layout; did you mean micro_batch=8 in layout?",
+        ),
+        ({"training": {"seq_len": 64}}, "unknown key 'training.seq_len'; did you mean model.sequence?"),
+        ({"compile": {"enable": True}}, "compile: it is a value, not a section; set compile = ... above"),
+        ({"model": {"name": "llama3", "flavor": "8B"}}, "unknown key 'model.flavor'; did you mean model.name?"),
+        ({"checkpoint": {"enable_checkpoint": True}}, "checkpoints are always written, at the end and every"),
+        ({"training": {"frobnicate": 1}}, "unknown key 'training.frobnicate'; no key here has this name."),
+        ({"optimizer": {"params": {"betas": [0.9, 0.95]}}}, "'optimizer.params.betas'; did you mean optimizer.beta"),
     ],
 )
 def test_a_key_of_another_framework_is_answered_with_ours(values: dict[str, object], answer: str) -> None:

@@ -173,6 +173,8 @@ def test_each_layout_has_its_own_figures(runs: tuple[Path, str], browser: Browse
     home, _ = runs
     browser.open(f"file://{write_report(home / 'runs' / 'moved')}#segment=9")
     text = "document.body.innerText"
+    parts = "((one) => [one.textContent, one.nextElementSibling.textContent])(document.querySelector('header .badge'))"
+    assert browser.js(parts) == ["finished", LAYOUTS[1]]  # a badge, and the layout beside it
     assert "wait (shard)" in browser.js(text) and "(tensor)" not in browser.js(text)
     assert browser.js("document.querySelectorAll('#segment option').length") == 2
     choose = (

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from shardwise.comm.collectives import all_gather_json, broadcast_json
 from shardwise.comm.world import run_world
 from shardwise.errors import JobError, RunError
+from shardwise.job import make_job
 from shardwise.workers import fork_server, node_channel, nodes
 from shardwise.workers.node_channel import COMMANDS, REPORTS, Handshake, NodeChannel, connect, parse_message, prove
 from shardwise.workers.nodes import Node, NodeAgent, NodeCoordinator
@@ -172,6 +173,17 @@ def test_node_0_says_for_whom_it_waits_and_gives_up(
     assert f"waiting for nodes 1, 2 of 3 at 127.0.0.1:{port}, for 0 s at most" in capsys.readouterr().out
 
 
+def test_node_1_says_what_it_waits_for_and_gives_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SHARDWISE_SECRET_FILE", str(tmp_path / "secret"))
+    monkeypatch.setattr(nodes, "EXPLAIN_SECONDS", 0.0)
+    agent = NodeAgent(Node(1, 2, "127.0.0.1", 9), Fork(), 0.2)  # type: ignore[arg-type]
+    with pytest.raises(RunError, match=r"could not join node 0 at 127.0.0.1:9 in 0.2 s \(run.join_timeout\)"):
+        agent.run()
+    assert "still waiting for node 0 at 127.0.0.1:9, for 0 s at most: " in capsys.readouterr().out
+
+
 def test_messages_of_a_member_that_make_no_sense_are_counted_and_dropped(leader: Leader) -> None:
     member = join(leader)
     group = leader.pool._worker_groups["group-1"] = WorkerGroup("group-1", "replicate=2", 2, {0: [0], 1: [1]})
@@ -291,6 +303,8 @@ def test_a_busy_node_is_not_lost_and_an_unreachable_one_is(monkeypatch: pytest.M
         monkeypatch.setattr(channel, "_is_acknowledged", lambda: False)
         monkeypatch.setattr(channel, "_silence", 0.9)
         assert channel.silence_if_lost() >= 0.9
+        channel.patience = make_job({"run": {"node_patience": 5.0}}).run.node_patience
+        assert not channel.silence_if_lost()
     finally:
         channel.close()
         theirs.close()

@@ -11,13 +11,18 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 from pairwise import Case, cover, pairs
+from torch._dynamo.testing import CompileCounter
 
+from shardwise.data.make_sources import synthetic_source
+from shardwise.data.sample_stream import job_stream, rank_positions
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import DataConfig, Job, make_job
 from shardwise.launch.start import check_layout_fits
 from shardwise.layout import Layout, micro_batch_error
 from shardwise.parallel import context
+from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import prepare
 from shardwise.verify.parity import VerifyResult, verify
 
@@ -226,7 +231,7 @@ def test_without_clipping_and_without_dropout() -> None:
 
 
 @pytest.mark.timeout(600)  # a C++ compiler is at work
-@pytest.mark.parametrize("layout", ["replicate=2", "micro_batch=1"])
+@pytest.mark.parametrize("layout", ["replicate=2", "micro_batch=1 recompute=full", "recompute=selective"])
 def test_compiled_blocks(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Inductor's pool of compile workers would import PyTorch once per core and rank, for a handful of kernels.
     monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -237,6 +242,18 @@ def test_compiled_blocks(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "needs a C++ compiler" in str(told)
         return
     assert_exact(record)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective", "0.5"])
+def test_each_block_is_one_graph_whatever_is_recomputed(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    counter, compile_module = CompileCounter(), torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **options: compile_module(self, backend=counter))
+    torch._dynamo.reset()
+    job = tiny(2, layers=2, heads=2).model_copy(update={"compile": True})
+    engine = parallelize(prepare(job, Layout.parse(f"recompute={recompute}")), torch.device("cpu"))
+    samples = job_stream(job, synthetic_source(job, 8)).read(rank_positions(0, 2, 1, 0))
+    engine.run(samples, torch.ones(()))
+    assert counter.frame_count == 2  # their dropout differs
 
 
 def test_without_a_compiler_compiled_blocks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -299,6 +299,23 @@ def test_goodput_by_cause(tmp_path: Path) -> None:
     )  # the time in which it was stopped does not count
 
 
+def test_checkpoint_seconds_of_goodput_are_those_of_the_breakdown(tmp_path: Path) -> None:
+    """A save has an event with its seconds; a snapshot and the wait for the last save have none."""
+    metrics = [step(n, 100.0 + 1.5 * n) for n in range(1, 11)]  # half a second between two steps
+    events = [{"time": 107.75, "event": "checkpoint", "message": "", "stall_seconds": 0.25}]
+    lines = [rank_line(n, 2, "replicate") for n in range(1, 11)]
+    for line in lines:
+        line["phase_seconds"]["checkpoint"] = [0.2, 0.3]
+    folder = write_run(tmp_path / "run", metrics, events)
+    before = goodput(RunData(folder))
+    (folder / "ranks.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = RunData(folder)
+    found, index = goodput(run), TIME_CATEGORIES.index(("phase_seconds", "checkpoint"))
+    assert before.lost_seconds["checkpoint"] == pytest.approx(0.25)
+    assert found.lost_seconds["checkpoint"] == pytest.approx(10 * seconds_by_rank(run)[index].mean())
+    assert (found.wall_seconds, found.share) == pytest.approx((before.wall_seconds, before.share))
+
+
 def test_a_clock_jump_is_not_lost_time(tmp_path: Path) -> None:
     year = 365 * 86_400.0
     metrics = [step(1, 13.0), step(2, 14.0), step(3, year + 15.5), step(4, year + 16.5), step(5, 17.5)]
@@ -338,6 +355,20 @@ def test_the_list_of_runs_reads_only_what_has_changed(tmp_path: Path, monkeypatc
     assert row["curve"] == sorted(row["curve"], reverse=True) and (row["step"], row["seconds"]) == (5000, 5000.0)
     monkeypatch.setattr("shardwise.watch.serve.LIST_SECONDS", 0.0)
     assert RunRegistry(None).list_runs()[0]["status"] == "not read yet"
+
+
+def test_watching_begins_before_the_first_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    server = make_server(None, 0)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        address = f"http://127.0.0.1:{server.server_address[1]}"
+        assert get(f"{address}/")[0] == 200
+        write_run(tmp_path / "runs" / "0001", [step(1, 1.0)], [])
+        assert "0001" in get(f"{address}/")[1]
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def test_the_page_is_served_on_ipv6(tmp_path: Path) -> None:
