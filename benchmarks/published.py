@@ -151,7 +151,7 @@ def model_shape_of_row(v: dict[str, str]) -> ModelShape:
 def parse_cluster(v: dict[str, str]) -> Cluster:
     if v["gpu"] not in GPUS:
         raise SkipRow(f"no data sheet for {v['gpu']}")
-    cluster = CLUSTERS[GPUS[v["gpu"]]]
+    cluster = replace(CLUSTERS[GPUS[v["gpu"]]], measured={})  # which is of our engine
     per_node = int(parse_number(v, "gpus_per_node", cluster.domain_size))
     if cluster.topology == "switch" and cluster.domain_size <= 8:
         cluster = replace(cluster, domain_size=min(per_node, 8))

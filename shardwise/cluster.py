@@ -76,8 +76,11 @@ def _read_presets() -> tuple[dict[str, DeviceSpec], dict[str, Cluster]]:
                                     values.get("power", 0.0))  # fmt: skip
     for name, values in presets["clusters"].items():
         inner, outer = (LinkSpec(bandwidth * GB, latency) for bandwidth, latency in (values["inner"], values["outer"]))
-        options = values.get("topology", "switch"), presets["measured"].get(name, {})
-        clusters[name] = Cluster(devices[values["device"]], values["domain_size"], inner, outer, *options)
+        device = devices[values["device"]]
+        measured = presets["measured"].get(device.family, {})
+        measured = measured if device.family in ("cpu", "tpu") else presets["measured"]["gpu"] | measured
+        options = values.get("topology", "switch"), measured
+        clusters[name] = Cluster(device, values["domain_size"], inner, outer, *options)
     return devices, clusters
 
 

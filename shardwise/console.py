@@ -88,6 +88,11 @@ def format_count(number: float) -> str:
     return f"{number:.3g}"
 
 
+def format_number(number: float) -> str:
+    """Returns three significant digits, or all before the point: `0.123`, `49.9`, `3,033`."""
+    return f"{number:,.0f}" if abs(number) >= 999.5 else f"{number:.3g}"
+
+
 def format_seconds(seconds: float) -> str:
     """Returns `12.3 ms`, `4.56 s`, `7:08 min`, `1:02:03 h` or `9.5 days`."""
     if not math.isfinite(seconds):

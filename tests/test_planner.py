@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -230,7 +231,7 @@ def test_memory_of_fp8_is_as_measured(
     sizes: dict[str, int], samples: int, bf16: float, fp8: tuple[float, float]
 ) -> None:
     """On an H200, with compiled blocks; the allocator's reserve is no part of what was measured."""
-    cluster = replace(find_cluster("h200"), measured={"compiled": 1.0})
+    cluster = find_cluster("h200")
     model, layout = {**sizes, "vocab": 128256, "sequence": 8192, "tied": False}, f"micro_batch={samples}"
     peaks = {}
     for precision in ("bf16", "fp8"):
@@ -239,6 +240,33 @@ def test_memory_of_fp8_is_as_measured(
         peaks[precision] = (memory.total - memory.reserve) / 2**30
     assert peaks["bf16"] == pytest.approx(bf16, rel=0.02)
     assert fp8[0] <= peaks["fp8"] <= fp8[1]
+
+
+LLAMA = {"vocab": 128256, "sequence": 8192, "tied": False, "kv_heads": 8, "ffn": 8192}
+SMALL, LARGE = {"layers": 16, "width": 2048, "heads": 32}, {"layers": 32, "width": 4096, "heads": 32, "ffn": 14336}
+HALF_STATES = {"optimizer": {"state_dtype": "bf16"}}
+
+
+@pytest.mark.parametrize(
+    ("model", "settings", "layout", "milliseconds", "gib"),
+    [(LLAMA | SMALL, {}, "micro_batch=4", 570, 49.9),
+     (LLAMA | SMALL, {"precision": "fp8"}, "micro_batch=4", 462, 51.5),
+     (LLAMA | LARGE, HALF_STATES, "micro_batch=1", 740, 104.6),
+     (LLAMA | LARGE, {"precision": "fp8", **HALF_STATES}, "micro_batch=1", 575, 106.5),
+     (LLAMA | SMALL | {"sequence": 131072}, {}, "micro_batch=1 recompute=full", 13772, 44.1),
+     (LLAMA | SMALL | {"name": "moe", "experts": 8, "experts_per_token": 2, "expert_ffn": 4096}, {}, "micro_batch=4",
+      674, 110.1),
+     ({"name": "gpt2", "dropout": 0.0}, {}, "micro_batch=64", 118, 14.5)],
+)  # fmt: skip
+def test_plans_for_an_h200_are_what_was_measured(
+    model: dict[str, Any], settings: dict[str, Any], layout: str, milliseconds: float, gib: float
+) -> None:
+    """Without `calibrate`; the constants of `clusters.toml` come from other jobs."""
+    samples = Layout.parse(layout).micro_batch
+    job = make_job({"precision": "bf16", "model": model, "batch": {"samples": samples}, **settings})
+    best = make_plan(job, find_cluster("h200"), 1, layout).best
+    assert 1e3 * best.seconds == pytest.approx(milliseconds, rel=0.12)
+    assert (best.memory[0].total - best.memory[0].reserve) / 2**30 == pytest.approx(gib, rel=0.08)
 
 
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "bert-large"])

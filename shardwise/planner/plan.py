@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.cluster import GIB, Cluster, find_cluster, with_settings
-from shardwise.console import format_seconds, pluralize
+from shardwise.console import format_number, format_seconds, pluralize
 from shardwise.errors import LayoutError
 from shardwise.job import BatchConfig, Job, load_job
 from shardwise.layout import Layout, divisible_batch, solve_batch
@@ -62,7 +62,8 @@ class Plan:
 
     def __str__(self) -> str:
         best, device = self.best, self.cluster.device
-        memory = f"{best.peak_memory / GIB:.3g} of {device.memory / GIB:.3g} GiB on {self.devices} x {device.name}"
+        peak, limit = format_number(best.peak_memory / GIB), format_number(device.memory / GIB)
+        memory = f"{peak} of {limit} GiB on {self.devices} x {device.name}"
         return f"{best.layout}: {format_seconds(best.seconds)} per step, {memory}"
 
     @property
@@ -75,7 +76,8 @@ class Plan:
     def memory_verdict(self, prediction: Prediction) -> str:
         """Returns a sentence about a layout's peak, its range and the risk."""
         peak, limit = prediction.peak_memory / GIB, self.cluster.device.memory / GIB
-        verdict = f"{peak:.3g} of {limit:.3g} GiB, probably {LOWEST * peak:.3g} to {HIGHEST * peak:.3g}"
+        low, high = format_number(LOWEST * peak), format_number(HIGHEST * peak)
+        verdict = f"{format_number(peak)} of {format_number(limit)} GiB, probably {low} to {high}"
         risk = out_of_memory_risk(peak, limit)
         if peak > limit or HIGHEST * peak <= limit or not risk:
             return f"{verdict}."
@@ -301,9 +303,9 @@ def explain_gap(estimator: Estimator, best: Prediction, other: Prediction) -> st
     """Returns why another layout is slower than the best, or does not fit."""
     limit = estimator.machine.device.memory
     if other.peak_memory > limit:
-        return f"does not fit: {other.peak_memory / GIB:.0f} GiB of {limit / GIB:.0f}"
+        return f"does not fit: {other.peak_memory / GIB:,.0f} GiB of {limit / GIB:,.0f}"
     if other.peak_memory > estimator.memory_limit >= best.peak_memory:
-        return f"tight: {other.peak_memory / GIB:.0f} GiB of {limit / GIB:.0f}"
+        return f"tight: {other.peak_memory / GIB:,.0f} GiB of {limit / GIB:,.0f}"
     slower = other.seconds / best.seconds - 1
     if slower < 0:
         return f"{-100 * slower:.1f}% faster, within the prediction error, but less simple"

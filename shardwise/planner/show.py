@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from shardwise.cluster import GIB, changed
-from shardwise.console import format_count, format_seconds, make_table
+from shardwise.console import format_count, format_number, format_seconds, make_table
 from shardwise.planner.costs.memory_model import RankMemory
 from shardwise.planner.costs.model_shape import OperatorListModel
 from shardwise.planner.estimate import Prediction
@@ -33,7 +33,7 @@ def show_plan(plan: Plan, console: Console, price: float | None = None) -> None:
     verdict = "It does not fit" if plan.evaluated == 1 else "No layout fits; this one needs the least memory"
     verdict = "Peak memory" if plan.fits(plan.best) else verdict
     ending = [f"{verdict}: {plan.memory_verdict(plan.best)}", training_summary(plan), *cost_lines(plan, price)]
-    ending += [FP8_NOTE] * (plan.job.precision == "fp8" and "low_precision_casts" not in plan.cluster.measured)
+    ending += [FP8_NOTE] * (plan.job.precision == "fp8" and "low_precision_matmul" not in plan.cluster.measured)
     choices = "Other choices (a key alone: layout 1 with only that and the data-parallel degree changed):"
     ending += [choices] * bool(plan.near_misses)
     ending += [*(f"  {line}" for line in plan.near_misses), ACCURACY_SENTENCE]
@@ -70,9 +70,9 @@ def layouts_table(plan: Plan) -> Any:
     for number, p in enumerate(plan.layouts, start=1):
         rate = plan.tokens_per_second(p)
         table.add_row(
-            str(number), format_seconds(p.seconds), f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}",
-            f"{plan.flops(p) / 1e12:.3g}", f"{plan.hardware_flops(p) / 1e12:.3g}", f"{100 * plan.mfu(p):.0f}%",
-            f"{p.peak_memory / GIB:.1f}", f"{100 * p.bubble:.1f}%",
+            str(number), format_seconds(p.seconds), format_number(rate), format_number(plan.flops(p) / 1e12),
+            format_number(plan.hardware_flops(p) / 1e12), f"{100 * plan.mfu(p):.0f}%",
+            f"{p.peak_memory / GIB:,.1f}", f"{100 * p.bubble:.1f}%",
         )  # fmt: skip
     return table
 

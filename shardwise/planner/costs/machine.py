@@ -299,7 +299,9 @@ class BlockTimeModel:
         machine, shape, t = self.machine, self.shape, degrees.tensor
         precision = "bf16" if self.kernel_profile.precision in LOW_PRECISION else self.kernel_profile.precision
         tokens = shape.logit_fraction * degrees.micro_batch * shape.sequence / degrees.context
-        forward, input_grad, weight_grad = machine.linear(tokens, shape.width, ceil(shape.vocab / t), precision)
+        multiple = 1 if machine.device.family == "cpu" else 128  # on a GPU the vocabulary is padded
+        padded_vocab = ceil(shape.vocab / t / multiple) * multiple
+        forward, input_grad, weight_grad = machine.linear(tokens, shape.width, padded_vocab, precision)
         loss = machine.memory_time(tokens * shape.vocab / t * self.loss_bytes_per_logit(t) / 2, bulk=True)
         tensor = machine.all_reduce(self.kernel_profile.itemsize * tokens * shape.width, t, 1) / 2 if t > 1 else 0.0
         return ModuleTime(forward + loss, input_grad + weight_grad + loss, weight_grad, tensor)
