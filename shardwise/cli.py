@@ -16,7 +16,7 @@ from typer import Argument, Option
 from shardwise import __version__, cli_commands, quick_import
 from shardwise.cli_commands import Commands, JobFile, JsonFlag, LayoutOption, Overrides
 from shardwise.console import Answer, make_table, print_answer, print_line
-from shardwise.errors import EXIT_UNFINISHED, JobError, ShardwiseError
+from shardwise.errors import EXIT_UNFINISHED, JobError, ShardwiseError, job_hint
 from shardwise.job import Job, load_job
 
 KEYS = {key for key in Job.model_fields if key not in ("model", "data", "batch", "optimizer", "run")}
@@ -307,6 +307,7 @@ def main() -> None:
         print(f"shardwise: cannot access {error.filename}: {error.strerror}.", file=sys.stderr)
         sys.exit(1 if error.errno == errno.EIO else 2)
     except typer.Abort:
+        print("shardwise: stopped by Ctrl-C.", file=sys.stderr)
         sys.exit(130)
     except Exception as error:
         if isinstance(error, MemoryError) or "can't allocate memory" in str(error) or "out of memory" in str(error):
@@ -316,7 +317,14 @@ def main() -> None:
             if not (message := error.format_message()):  # type: ignore[attr-defined]  # the command line was empty, and help is printed
                 sys.exit(0)
             key = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
-            message = f"No such option: --{key}; it is a key of the job: --set {key}=..." if key in KEYS else message
+            section, _, word = key.rpartition(".")
+            if word in KEYS or section in Job.model_fields:
+                ours = key if section in Job.model_fields else word
+                message = f"No such option: --{key}; it is a key of the job: --set {ours}=..."
+            elif message.startswith("Got unexpected extra argument"):
+                message += "; --set takes key=value, without spaces around ="
+            elif hint := job_hint(word):
+                message = f"No such option: --{key}; keys of the job are set by --set key=value: {hint}"
             print(f"shardwise: {message}", file=sys.stderr)
             sys.exit(error.exit_code)
         raise

@@ -423,6 +423,8 @@ def laws_recommend(
     devices: Annotated[int | None, Option(min=1, help="Number of devices; needs --cluster.")] = None,
     cluster: Annotated[str | None, Option(help="Cluster preset or calibrated file; needs --devices.")] = None,
     days: Annotated[float | None, Option(help="Time budget in days; needs --devices and --cluster.")] = None,
+    price: Annotated[float | None, Option(min=0, help="Of a device for an hour; adds the cost.")] = None,
+    cost: Annotated[float | None, Option(min=0, help="Budget in money, instead of --days; needs --price.")] = None,
     law: Annotated[Path | None, Option(help="Saved fit (JSON); default: the built-in law.")] = None,
     overrides: Overrides = None,
 ) -> Answer:  # fmt: skip
@@ -430,7 +432,10 @@ def laws_recommend(
     from shardwise.laws.budget import recommend_text, recommend_with_plan
     from shardwise.laws.fit import published_law, read_fitted_law
 
+    if cost is not None and not (cost and price and devices and days is None):
+        raise JobError("--cost is a budget instead of --days; it needs --price, --devices and --cluster.")
+    days = days if not (cost and price and devices) else cost / price / devices / 24
     fitted_law = published_law() if law is None else read_fitted_law(law)
     with malformed_as_data_error(law or Path("the built-in law")):
         result = recommend_with_plan(fitted_law, flops, days, devices, cluster, overrides or [])
-        return Answer(result, recommend_text(result, fitted_law.law.E))
+        return Answer(result, recommend_text(result | {"price": price}, fitted_law.law.E))

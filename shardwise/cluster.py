@@ -93,7 +93,9 @@ def find_cluster(name: str) -> Cluster:
         return CLUSTERS[name]
     path = Path(name)
     if path.suffix != ".toml" and not path.exists():
-        raise JobError(f"unknown cluster {name!r}: {suggest(name, CLUSTERS)} Or give a file of `shardwise calibrate`.")
+        shorter = max((known for known in CLUSTERS if name.lower().startswith(known)), key=len, default=name)
+        near = suggest(shorter, CLUSTERS)
+        raise JobError(f"unknown cluster {name!r}: {near} Or give a file of `shardwise calibrate`.")
     return read_cluster(path)
 
 

@@ -86,6 +86,8 @@ class OptimizerConfig(ConfigSection):
             raise ValueError(f"state_dtype = {self.state_dtype!r} works with adamw only, not {self.name}; remove it")
         if self.offload and (self.name != "adamw" or self.state_dtype == "8bit"):
             raise ValueError("offload works with adamw and moments in float32 or bf16 only; remove it or change them")
+        if self.schedule != "wsd" and self.wsd_decay != type(self).model_fields["wsd_decay"].default:
+            raise ValueError(f'wsd_decay = {self.wsd_decay:g} is for schedule = "wsd" only, whose decay is linear')
 
 
 class EmbeddingTablesConfig(ConfigSection):
@@ -314,13 +316,16 @@ class Job(ConfigSection):
 def load_job(path: Path | None, overrides: Sequence[str] = ()) -> Job:
     """Reads a job file (None means all defaults), applies `key.path=value` overrides and validates the result."""
     values: dict[str, Any] = {}
+    for override in overrides:
+        _apply_override({}, override)  # for its form: "--set steps 5" has a job file "5"
     if path is not None:
         try:
             values = parse_toml(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise JobError(f"the job file {path} does not exist.") from None
         except OSError as error:
-            raise JobError(f"the job file {path} cannot be read: {error}.") from None
+            remedy = f"; `shardwise init --data {path}` writes a job for a folder of data" if path.is_dir() else ""
+            raise JobError(f"the job file {path} cannot be read: {error.strerror}{remedy}.") from None
         except ValueError as error:
             raise JobError(f"{path} is not valid TOML: {error}.") from None
     for override in overrides:
@@ -398,7 +403,7 @@ def describe_problems(problems: Sequence[Any], family: str) -> list[str]:
     for index, problem in enumerate(problems := list(problems)):
         if problem["type"] == "extra_forbidden" and isinstance(problem["input"], Mapping):
             # Another framework's section, perhaps: its keys follow, if its answer does not answer them too.
-            told = job_hint(str(problem["loc"][-1])) or "there is no such section"
+            told = job_hint(".".join(problem["loc"])) or job_hint(problem["loc"][-1]) or "there is no such section"
             keys = [{**problem, "loc": (*problem["loc"], k), "input": v} for k, v in problem["input"].items()
                     if told.startswith("there is no") or job_hint(k, v) or isinstance(v, Mapping)]  # fmt: skip
             problems[index + 1 : index + 1] = keys
@@ -413,7 +418,9 @@ def describe_problems(problems: Sequence[Any], family: str) -> list[str]:
 def _format_problem(problem: Any, family: str) -> str:
     location = list(problem["loc"])
     if problem["type"] == "extra_forbidden":
-        hint = job_hint(str(location[-1]), problem["input"]) or _suggest_key(location, family)
+        words = ".".join(map(str, location[-2:])), str(location[-1])
+        hint = next(filter(None, (job_hint(word, problem["input"]) for word in words)), "")
+        hint = hint or _suggest_key(location, family)
         return f"unknown key {'.'.join(map(str, location))!r}; {hint}"
     # For a union, pydantic appends the member type to the location.
     type_names = ("bool", "int", "float", "str", "constrained-int", "constrained-float")
@@ -426,6 +433,8 @@ def _format_problem(problem: Any, family: str) -> str:
         return f"{path}: a value is required."
     if isinstance(problem["input"], Mapping) and path in Job.model_fields:
         return f"{path}: it is a value, not a section; set {path} = ... above the first section."
+    if problem["type"] == "dict_type":
+        return f'{path} = {shorten(problem["input"])}: it needs a table, such as {{ name = "value" }}.'
     if problem["type"] in ("model_type", "model_attributes_type"):
         return f"{path} = {shorten(problem['input'])}: {path} is a section, not a value; set its keys below [{path}]."
     return f"{path} = {shorten(problem['input']).replace(': ', ' = ')}: {message.replace('Input should', 'should')}"
@@ -441,7 +450,10 @@ def _suggest_key(location: list[str | int], family: str) -> str:
         keys = next((one.model_fields for one in (kind, *get_args(kind)) if hasattr(one, "model_fields")), keys)
     if sections and sections[0] not in Job.model_fields and key not in keys:
         return "no key here has this name."
-    suggestion = suggest(key, keys)
+    is_of_model = not sections and key in named_family(family).config.model_fields
+    suggestion = f"did you mean 'model.{key}'?" if is_of_model else suggest(key, keys)
     candidates = families().items() if sections == ["model"] else ()
     others = [repr(name) for name, other in candidates if key in other.config.model_fields]
+    if sections[:1] and sections[0] in Job.model_fields:
+        suggestion = suggestion.replace("mean '", f"mean '{'.'.join([*sections, ''])}")
     return f"it is a key of {' and '.join(others)}, not of {family!r}; {suggestion}" if others else suggestion

@@ -68,7 +68,8 @@ class Layout:
         if self.world > MAX_WORLD:
             raise LayoutError(f"layout '{self}' has {self.world:,} processes; a world has at most {MAX_WORLD:,}.")
         if self.schedule not in SCHEDULES:
-            raise LayoutError(f"schedule={self.schedule}: unknown schedule; {suggest(self.schedule, SCHEDULES)}")
+            hint = layout_hint(self.schedule) or suggest(self.schedule, SCHEDULES)
+            raise LayoutError(f"schedule={self.schedule}: unknown schedule; {hint}")
         if self.context_method not in CONTEXT_METHODS:
             raise LayoutError(f"context_method={self.context_method}: {suggest(self.context_method, CONTEXT_METHODS)}")
         if self.zero not in (1, 2, 3):
@@ -173,7 +174,8 @@ def _parse_integers(text: str, key: str, value: str) -> object:
     try:
         numbers = tuple(int(part) for part in value.split(","))
     except ValueError:
-        raise LayoutError(f"layout {shorten(text)}: {key}={shorten(value)} is not a whole number.") from None
+        separator = "; separate keys by spaces" if "=" in value else ""
+        raise LayoutError(f"layout {shorten(text)}: {key}={shorten(value)} is not a whole number{separator}.") from None
     if key == "stages":
         return numbers
     if len(numbers) != 1:
@@ -242,8 +244,8 @@ def solve_batch(layout: Layout, samples: int) -> BatchSplit:
     counts = range(max(1, samples // unit - reach), samples // unit + reach + 1)
     candidates = sorted((n * unit for n in counts), key=lambda size: abs(size - samples))
     valid_sizes = (n for n in candidates if n <= MAX_SAMPLES and isinstance(_split_batch(layout, n), BatchSplit))
-    nearest_sizes = list(islice(valid_sizes, 2))
-    remedy = f"The nearest valid sizes: {' and '.join(map(str, sorted(nearest_sizes)))}."
+    nearest_sizes = sorted(islice(valid_sizes, 2))
+    remedy = f"Change the layout, or the batch; the nearest valid sizes: {' and '.join(map(str, nearest_sizes))}."
     if not nearest_sizes:
         remedy = "No nearby size is valid; change the layout."
     requested = pluralize(samples, "sample")

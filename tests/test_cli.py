@@ -102,6 +102,14 @@ def test_a_job_key_as_an_option_is_told_where_it_goes(
 ) -> None:
     assert call(monkeypatch, "train", "--steps", "5") == 2
     assert capsys.readouterr().err == "shardwise: No such option: --steps; it is a key of the job: --set steps=...\n"
+    for option, told in {
+        "--training.steps": "--set steps=...", "--model.layers": "--set model.layers=...",
+        "--lr": "did you mean optimizer.lr?", "--parallelism.tensor_parallel_degree": "did you mean tensor=N",
+    }.items():  # fmt: skip
+        assert call(monkeypatch, "train", option, "5") == 2
+        assert told in capsys.readouterr().err
+    assert call(monkeypatch, "train", "--set", "steps", "5") == 2
+    assert "write for example --set steps=100" in capsys.readouterr().err
     assert call(monkeypatch, "train", "--layuot", "5") == 2
     assert "--layout" in capsys.readouterr().err
 

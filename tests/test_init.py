@@ -153,4 +153,4 @@ def test_many_devices_get_a_job_for_gpus(tmp_path: Path) -> None:
     given = {"task": "pretrain", "data": None, "model": "llama3-70b", "devices": "64"}
     list(write_job(tmp_path / "job.toml", given, None))
     job = load_job(tmp_path / "job.toml")
-    assert job.precision == "bf16" and job.samples == 512
+    assert job.precision == "bf16" and job.samples == 512 and job.optimizer.lr == 1.5e-4

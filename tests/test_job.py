@@ -39,7 +39,7 @@ def test_explicit_keys_win_over_a_preset() -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"model": {"layer": 3}}, ["model.layer", "'layers'"]),
+        ({"model": {"layer": 3}}, ["model.layer", "'model.layers'"]),
         ({"step": 3}, ["step", "'steps'"]),
         ({"model": {"name": "lama3-8b"}}, ["lama3-8b", "llama3-8b"]),
         ({"model": {"width": 100, "heads": 7}}, ["width (100)", "heads (7)"]),
@@ -82,7 +82,7 @@ def test_a_mistake_is_told_with_its_place_and_remedy(values: dict[str, object], 
         ({"training": {"steps": 3}}, "unknown key 'training.steps'; did you mean 'steps'?"),
         (
             {"training": {"local_batch_size": 8}},
-            "'training.local_batch_size'; it belongs to the layout; did you mean micro_batch=8 in layout?",
+            "'training.local_batch_size'; it belongs to the layout; did you mean micro_batch=8, but with a pipeline",
         ),
         ({"training": {"seq_len": 64}}, "unknown key 'training.seq_len'; did you mean model.sequence?"),
         ({"compile": {"enable": True}}, "compile: it is a value, not a section; set compile = ... above"),

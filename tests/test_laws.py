@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -330,14 +331,22 @@ def test_days_become_a_budget_through_the_planner() -> None:
     found = recommend_with_plan(published_law(), None, 1.0, 8, "h100", [])
     facts = found["plan"]
     assert facts["devices"] == 8 and facts["fits"]
-    assert facts["days"] == pytest.approx(1.0, rel=0.03)
-    assert facts["device_hours"] == pytest.approx(24 * 8, rel=0.03)
+    assert facts["days"] == pytest.approx(1.0, rel=1e-3)
+    assert facts["device_hours"] == pytest.approx(24 * 8, rel=1e-3)
     assert facts["parameters"] == pytest.approx(found["parameters"], rel=0.1)
     # The law's 6ND and the planner's count differ by attention and by the embedding, which multiplies nothing.
     assert facts["planner_flops"] == pytest.approx(found["flops"], rel=0.25)
 
 
 # The commands
+
+
+def test_money_becomes_a_budget(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    words = "recommend", "--cost", "2000", "--price", "2.5", "--devices", "8", "--cluster", "h100"
+    assert not call(monkeypatch, "laws", *words)
+    told = capsys.readouterr().out
+    cost = float(re.search(r"cost: +([\d,.]+) at 2.5 for an hour", told)[1].replace(",", ""))  # type: ignore[index]
+    assert cost == pytest.approx(2000, rel=2e-3) and " in bf16 on 8 x H100" in told
 
 
 def test_design_fit_and_recommend_from_the_command_line(
@@ -367,6 +376,9 @@ def test_design_fit_and_recommend_from_the_command_line(
         ("recommend", "--days", "3"),
         ("recommend", "--flops", "-1"),
         ("recommend", "--flops", "nan"),
+        ("recommend", "--cost", "100"),
+        ("recommend", "--cost", "100", "--price", "2", "--devices", "8"),
+        ("recommend", "--cost", "100", "--price", "2", "--devices", "8", "--cluster", "h100", "--days", "1"),
         ("recommend", "--flops", "1e24", "--devices", "8"),
         ("recommend", "--flops", "1e24", "--devices", "8", "--cluster", "h1000"),
         ("recommend", "--flops", "1e24", "--law", "nowhere.json"),

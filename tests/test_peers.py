@@ -70,7 +70,12 @@ def test_layout_answers_are_layouts() -> None:
     found = 0
     for answer in LAYOUT_WORDS:
         for form in re.findall(r"[a-z_]+=\S+(?: [a-z_]+=\S+)*", answer.replace("{n}", "2").replace("=N", "=2")):
-            needs = {"virtual": "pipeline=2 schedule=interleaved ", "stages": "pipeline=2 ", "expert": "shard=2 "}
+            needs = {
+                "virtual": "pipeline=2 schedule=interleaved ",
+                "stages": "pipeline=2 ",
+                "schedule": "pipeline=2 ",
+                "expert": "shard=2 ",
+            }
             Layout.parse(needs.get(form.partition("=")[0], "") + re.sub(r"[,.]$", "", form))
             found += 1
     assert found >= len(LAYOUT_WORDS)

@@ -172,6 +172,8 @@ def llama_job(tmp_path: Path, samples: int = 64) -> str:
 def test_the_jobs_own_layout_is_told_and_this_machine_is_the_default(tmp_path: Path) -> None:
     found = plan_job(Path(llama_job(tmp_path)), ["layout=tensor=8"], "h100", 8, None)
     assert any(line.startswith("the job's own layout, tensor=8") for line in found.near_misses)
+    found = plan_job(Path(llama_job(tmp_path)), ["layout=tensor=8"], "h100", 16, None)
+    assert any(re.search("own layout, tensor=8.*, on 8 devices$", line) for line in found.near_misses)
     settings = ["--set", "run.processes=3", "--set", "run.device=cpu", "--json"]
     here = json.loads(CliRunner().invoke(app, ["plan", *settings]).stdout)["layouts"][0]["layout"]
     assert Layout.parse(here).world == 3

@@ -20,7 +20,7 @@ from test_nodes import STEPS, curve, job_of
 from shardwise.train.run_folder import RunFolder
 
 ROOT = Path(__file__).parent.parent
-POD = ["submit", "job.toml", "--k8s", "--image", "registry/shardwise:1", "--nodes", "2", "--gpus-per-node", "8"]
+POD = ["submit", "job.toml", "--k8s", "--image", "registry/shardwise:1", "--nodes", "2", "--gpus-per-node", "2"]
 
 
 def shardwise(folder: Path, *words: str, code: int = 0) -> str:
@@ -107,8 +107,17 @@ def known_keys(value: Any, path: str = "") -> set[str]:
         (["trainjob", "--slurm"], "'trainjob' is not known here; `--k8s trainjob` submits"),
         (["--slurm", "--sweep", "seed"], "--sweep seed is not of the form KEY=VALUE,VALUE, such as"),
         (["--slurm", "--set", "step=1"], "did you mean 'steps'"),
-        (["--slurm", "--nodes", "3"], "has 4 processes, which 3 such nodes cannot share equally."),
-        (["--slurm", "--nodes", "2", "--gpus-per-node", "1"], "has 4 processes, which 2 such nodes cannot"),
+        (["--slurm", "--nodes", "3"], "has 4 processes, which do not fill 3 nodes; change the layout."),
+        (
+            ["--slurm", "--nodes", "2", "--gpus-per-node", "8"],
+            "which do not fill 2 nodes of 8 GPUs; change the layout.",
+        ),
+        (["--slurm", "--set", "layout=shard=4 micro_batch=3"], "cannot run a global batch of"),
+        (["--slurm", "--nodes", "2", "--time", "24hours"], "--time 24hours: write 90m, 24h or 2d"),
+        (
+            ["--slurm", "--nodes", "2", "--gpus-per-node", "1"],
+            "has 4 processes, which do not fill 2 nodes of 1 GPUs; use --nodes 4.",
+        ),
     ],
 )
 def test_what_cannot_be_submitted_is_a_sentence(folder: Path, words: list[str], sentence: str) -> None:

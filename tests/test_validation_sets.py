@@ -15,6 +15,7 @@ from shardwise.errors import DataError, JobError
 from shardwise.eval.language_model import LanguageModel
 from shardwise.eval.tasks import Request
 from shardwise.job import make_job
+from shardwise.launch.start import start_job
 from shardwise.layout import Layout
 from shardwise.metrics.trackers import PrometheusWriter, Tracker, check_tracker_installed
 from shardwise.parallel.prepare import prepare
@@ -59,6 +60,7 @@ def test_sets_are_in_metrics_events_and_trackers(tmp_path: Path) -> None:
         rows = list(csv.DictReader(file))
     assert [row["validation.code.loss"] for row in rows] == ["", str(records[1]["validation"]["code"]["loss"]), "",
                                                              str(found["code"]["loss"])]  # fmt: skip
+    assert rows[-1]["validation.held_out.bits_per_byte"] == str(found["held_out"]["bits_per_byte"])
     assert f'part="loss"}} {found["loss"]}' in (run.path / "metrics.prom").read_text()
     # Each set's loss is that of its first samples, as windows of the run's tokenizer.
     model, text = LanguageModel(run.path), "{}".format("for i in range(10):\n    print(i)\n")
@@ -117,6 +119,24 @@ def test_bad_sets_are_errors(tmp_path: Path) -> None:
     run = make_run(tmp_path, validation={"sets": {"gone": str(tmp_path / "gone.txt")}})
     with pytest.raises(DataError, match="validation.sets.gone"):
         train(run)
+
+
+def test_sets_are_opened_before_anything_is_started(tmp_path: Path) -> None:
+    """A mistake leaves no run folder behind; sets without held-out samples are nothing to warn of."""
+    (tmp_path / "prose.txt").write_text("All work and no play makes Jack a dull boy.\n" * 40)
+    values: dict[str, Any] = {
+        "steps": 2, "model": {"layers": 2, "width": 16, "heads": 2, "sequence": 16}, "batch": {"samples": 4},
+        "data": {"source": "text", "path": str(tmp_path / "prose.txt"), "validation_fraction": 0.0,
+                 "tokenizer": "bpe:300"},
+        "run": {"folder": str(tmp_path / "run"), "device": "cpu", "processes": 1}, "layout": "replicate=1",
+    }  # fmt: skip
+    with pytest.raises(DataError, match="validation.sets.mine"):
+        start_job(make_job(values | {"validation": {"every": 2, "sets": {"mine": str(tmp_path / "*.txxt")}}}), print)
+    assert not (tmp_path / "run").exists()
+    sets = {"mine": str(tmp_path / "prose.txt")}
+    run = start_job(make_job(values | {"validation": {"every": 2, "sets": sets}}), lambda text: None, strict=True)
+    assert not any(event["event"] == "warning" for event in run.events())
+    assert "mine" in list(run.metrics())[-1]["validation"]
 
 
 def test_mlflow_gets_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -287,7 +287,8 @@ def test_goodput_by_cause(tmp_path: Path) -> None:
         {"time": 8.0, "event": "started", "message": ""},
         {"time": 16.0, "event": "checkpoint", "message": "", "stall_seconds": 1.5},
         {"time": 20.0, "event": "killed", "message": ""}, {"time": 25.0, "event": "resumed", "message": ""},
-        {"time": 28.0, "event": "stopped", "message": ""}, {"time": 128.0, "event": "resumed", "message": ""},
+        {"time": 28.0, "event": "stopped", "message": ""}, {"time": 128.0, "event": "warning", "message": ""},
+        {"time": 128.0, "event": "resumed", "message": ""},
         {"time": 131.5, "event": "validation", "message": "", "seconds": 1.0},
     ]  # fmt: skip
     found = goodput(RunData(write_run(tmp_path / "run", metrics, events)))

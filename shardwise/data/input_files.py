@@ -138,7 +138,8 @@ class DataRecord:
         changes = self.changes(compare_times, samples)
         if changes and not self.is_new:
             more = f"; and {len(changes) - MAX_SHOWN} more" if len(changes) > MAX_SHOWN else ""
-            remedy = f"Restore it, or continue with it: shardwise train --resume {run} --accept-data-change."
+            accept = f", or continue with it: shardwise train --resume {run} --accept-data-change."
+            remedy = f"Restore it{'.' if all(change.endswith(' is missing') for change in changes) else accept}"
             shown = "; ".join(changes[:MAX_SHOWN])
             raise DataError(f"the data has changed since the run began: {shown}{more}. {remedy}")
 

@@ -10,6 +10,7 @@ from shardwise.errors import JobError, suggest
 from shardwise.files import parse_toml, require_parent_folder, write_text
 from shardwise.job import make_job
 from shardwise.object_store import parse_url
+from shardwise.planner.costs.model_shape import shape_of
 
 TEMPLATES = Path(__file__).parent / "templates"
 
@@ -36,6 +37,9 @@ def write_job(out: Path, given: Mapping[str, str | None], ask: Any) -> Iterator[
     found = {"source": answers["data"] and source_by_name(str(next(walk_files(data), answers["data"])))[0],
              "classes": (sum(one.is_dir() for one in classes.iterdir()) if classes.is_dir() else 0) or 10,
              "is_run": (start / "job.toml").is_file()}  # fmt: skip
+    # As large models have it: Llama 3's of 8B, 70B and 405B parameters have 3e-4, 1.5e-4 and 8e-5.
+    named = {"model": {"name": answers["model"]}} if answers["task"] == "pretrain" and answers["model"] else {}
+    found["lr"] = f"{min(1e-3, 0.6 * shape_of(make_job(named).model).parameters ** (-1 / 3)):.1e}".replace("e-0", "e-")
     text = fill_in(TEMPLATES / f"init-{answers['task']}.toml", {"out": str(out), **answers, **found})
     make_job(parse_toml(text), str(out))
     write_text(out, text + "\n")

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from shardwise.console import format_count, pluralize, print_line
 from shardwise.data.input_files import BadRecords, DataRecord
 from shardwise.data.make_sources import Sources, make_sources
 from shardwise.data.sample_stream import Source
+from shardwise.data.tokenizer import HuggingFaceTokenizer
 from shardwise.errors import EXIT_UNFINISHED, JobError, LayoutError, RunError, UserError
 from shardwise.files import write_text
 from shardwise.job import Job, RunConfig, load_job
@@ -42,6 +44,7 @@ from shardwise.train.generate import Sampling, sample_run
 from shardwise.train.run_folder import RunFolder, check_history, check_same_run
 from shardwise.train.run_store import RunStore, local_folder
 from shardwise.train.run_uploader import RunUploader, agent_folder
+from shardwise.train.validate import open_validation_sets
 from shardwise.train.warm_start import check_start, name_step
 from shardwise.watch.report_page import print_end_of_run
 from shardwise.workers.fork_server import ForkServer
@@ -215,6 +218,11 @@ def open_data(
         record.check(resumed.path)
         sources = resumed.sources(job, record, bad_records)
         record.check(resumed.path, samples=(len(sources[0]), len(sources[1])))
+    if job.validation.sets and options.environment.is_main:
+        with TemporaryDirectory() as folder:  # the run's own does not have the tokenizer yet
+            if isinstance(sources[2], HuggingFaceTokenizer):
+                sources[2].save(Path(folder, "tokenizer.json"))
+            open_validation_sets(job, next(Path(folder).iterdir(), None))
     if summary := getattr(sources[0], "summary", ""):
         events.append(("data", summary))
     warnings = [*find_warnings(prepared, *sources[:2]), *filter(None, [bad_records.skipped_text()])]
@@ -361,7 +369,9 @@ def find_warnings(prepared: Prepared, training: Source, held_out: Source) -> lis
         f"{pluralize(steps, 'step')} read each of the {len(training)} samples about {epochs:.0f} times.":
             epochs > MAX_EPOCHS,
         f"validation.every = {job.validation.every} has no effect, because no samples are held out.":
-            job.validation.every and not len(held_out),
+            job.validation.every and not len(held_out) and not job.validation.sets,
+        f"data.path = {job.data.path!r} is read as plain text; for the text in its records set data.source = 'jsonl'.":
+            job.data.source == "text" and ".jsonl" in Path(job.data.path).suffixes,
     }  # fmt: skip
     if task is None or task.learning_rate is None:
         found |= {

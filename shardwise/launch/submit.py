@@ -24,6 +24,7 @@ from shardwise.job import load_job
 from shardwise.launch.sweep import parse_values
 from shardwise.layout import Layout
 from shardwise.object_store import parse_url
+from shardwise.parallel.prepare import prepare
 
 # Of each kind: its template, the suffix of the file that is written, and the command that takes it.
 KINDS = {"slurm": ("slurm.sbatch", ".sbatch", ["sbatch", "--parsable"]),
@@ -59,10 +60,14 @@ class Submission:
 
     def write(self, command: str) -> str:
         """Writes the file to submit, for its owner only. Returns its text without the secret. `command`: as typed."""
-        layout, nodes = load_job(self.job_file, self.settings).layout, self.options["nodes"]
-        world = 0 if layout == "auto" else Layout.parse(layout).world
-        if world % nodes or world > nodes * (self.options["gpus"] or world):
-            raise JobError(f"layout '{layout}' has {world} processes, which {nodes} such nodes cannot share equally.")
+        job, nodes, gpus = load_job(self.job_file, self.settings), self.options["nodes"], self.options["gpus"]
+        if job.layout != "auto":
+            world = prepare(job, layout := Layout.parse(job.layout)).layout.world
+            per_node = gpus or max(1, world // nodes)
+            if world != nodes * per_node:
+                remedy = f"use --nodes {world // gpus}" if gpus and not world % gpus else "change the layout"
+                kind = f"{nodes} nodes{f' of {gpus} GPUs' if gpus else ''}"
+                raise JobError(f"layout '{layout}' has {world} processes, which do not fill {kind}; {remedy}.")
         text = fill(KINDS[self.kind][0], self._values() | {"command": command})
         write_text(self.path, text)
         self.path.chmod(0o600)
@@ -92,8 +97,10 @@ class Submission:
         elif self.kind == "ssh":
             address = options["address"] or f"{self.hosts[0].rpartition('@')[2]}:29400"
             values |= {"hosts": shlex.join(self.hosts), "address": address}
-        elif match := re.fullmatch(r"(\d+)([mhd])", self.options["time"]):  # other forms are left to Slurm
+        elif match := re.fullmatch(r"(\d+)([mhd])", time := self.options["time"]):
             values["time"] = int(match[1]) * MINUTES[match[2]]
+        elif time and not re.fullmatch(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|infinite|unlimited", time.lower()):
+            raise JobError(f"--time {time}: write 90m, 24h or 2d, or Slurm's own form, such as 1-12:00:00.")
         return values | (self._array_values() if options["sweep"] else {})
 
     def _array_values(self) -> Values:

@@ -7,6 +7,7 @@ given days, it finds the budget whose compute-optimal model trains in that time.
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -256,9 +257,13 @@ def recommend_with_plan(fitted_law: FittedLaw, flops: float | None, days: float 
         if not seconds or abs(plan.training_seconds / seconds - 1) < DAYS_TOLERANCE:
             break
         flops /= plan.training_seconds / seconds
+    if seconds:  # sizes come in whole layers and heads: the tokens make up for the rest
+        result["tokens"] *= seconds / plan.training_seconds
+        plan = replace(plan, job=plan.job.model_copy(update={"tokens": int(result["tokens"])}))
     job, model = plan.job, plan.job.require_decoder()
     result["plan"] = {
-        "cluster": plan.cluster.device.name, "devices": plan.devices, "layout": str(plan.best.layout),
+        "cluster": plan.cluster.device.name, "precision": job.precision, "devices": plan.devices,
+        "layout": str(plan.best.layout),
         "fits": plan.fits(plan.best), "days": plan.training_seconds / SECONDS_PER_DAY,
         "device_hours": plan.training_seconds / 3600 * plan.devices, "mfu": plan.mfu(plan.best),
         "planner_flops": plan.shape.flops(job.samples) * job.total_steps, "batch_samples": job.samples,
@@ -271,6 +276,7 @@ def recommend_with_plan(fitted_law: FittedLaw, flops: float | None, days: float 
 def recommended_job(result: dict[str, Any], devices: int, settings: Sequence[str]) -> Job:
     template = load_job(None, [*DEFAULT_SETTINGS, *settings])
     if conflicting := sorted(set(SIZE_FIELDS) & template.require_decoder().model_fields_set):
+        conflicting = ["name"] if any(setting.startswith("model.name=") for setting in settings) else conflicting
         raise JobError(f"--set model.{conflicting[0]}: the law chooses the model size; remove this setting.")
     model = model_of_size(template, result["parameters"], result["parameter_scope"])
     return job_for_budget(template, model, result["flops"], result["tokens"], devices)

@@ -64,8 +64,9 @@ class Tracker:
 class CsvWriter:
     def __init__(self, job: Job, folder: Path):
         self.path, self.metrics_path, self.last_step = folder / "metrics.csv", folder / "metrics.jsonl", -1
-        sets = (f"validation.{name}.loss" for name in job.validation.sets)
-        self.columns = (*CSV_COLUMNS, "validation.loss", *sets)
+        sets = [f".{name}" for name in (*job.validation.sets, "held_out")] if job.validation.sets else []
+        metrics = "loss", "bits_per_byte" if job.model.throughput_unit == "tokens" else "accuracy"
+        self.columns = (*CSV_COLUMNS, *(f"validation{name}.{metric}" for name in ("", *sets) for metric in metrics))
 
     def __call__(self, record: dict[str, Any]) -> None:
         if record["step"] != self.last_step + 1 or not self.path.exists():

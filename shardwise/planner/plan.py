@@ -155,11 +155,13 @@ def make_plan(
     neighbours = tuple(near_misses(estimator, best)) if shows_neighbours else ()
     if shows_neighbours and not runnable:
         neighbours = (*_faster_batch(job, cluster, best), *neighbours)
-    if layout is None and job.layout != "auto" and (own := Layout.parse(job.layout)).world == best.layout.world:
+    if layout is None and job.layout != "auto":
+        own, told = Layout.parse(job.layout), "it cannot run this job"
         with suppress(LayoutError):  # it does not divide this batch, for example
-            mine = estimator.predict(resolve_layout(job, estimator.shape, own))
+            mine = estimator.predict(own := resolve_layout(job, estimator.shape, own))
             told = f"{format_seconds(mine.seconds)} per step, {mine.peak_memory / GIB:.1f} GiB"
-            neighbours = (f"the job's own layout, {mine.layout}: {told}", *neighbours)
+        told += "" if own.world == best.layout.world else f", on {pluralize(own.world, 'device')}"
+        neighbours = (f"the job's own layout, {own}: {told}", *neighbours)
     if layout is None and estimator.efficiency.uncontended_speedup > 1.0 and best.layout.pipeline > 1:
         neighbours = (SHARED_CORES, *neighbours)
     reasons = ("", *(explain_gap(estimator, best, other) for other in result.best[1:]))

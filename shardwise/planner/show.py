@@ -123,6 +123,8 @@ def cost_lines(plan: Plan, price: float | None) -> Iterator[str]:
         yield f"Cost at {price:g} for an hour of a device: {hours * price:,.2f}."
     if power:
         yield f"Energy at the devices' rated {power:.0f} W, without hosts and cooling: {hours * power / 1000:,.0f} kWh."
+    else:
+        yield f"Energy: unknown, because no rated power of {plan.cluster.device.name} is."
     (name, gain), *others = bottlenecks(plan)
     rest = "; ".join(f"{other} {100 * share:.0f}%" for other, share in others)
     yield f"Bottleneck: {name}. Twice of it would save {100 * gain:.0f}% of the step in this layout ({rest})."

@@ -317,8 +317,7 @@ def goodput(run: RunData) -> Goodput:
         gap, previous = 0.0, {"time": gap_begin, "event": ""}
         for event in [*gap_events, {"time": gap_end, "event": ""}]:
             silence = event["time"] - previous["time"] - _measured_seconds(event)
-            was_stopped = previous["event"] in END_EVENTS and event["event"] in ("resumed", "steps_changed")
-            if silence <= max_silence and not was_stopped:  # otherwise the run was not running
+            if silence <= max_silence and previous["event"] not in END_EVENTS:  # otherwise the run was not running
                 gap += max(0.0, event["time"] - previous["time"])
             previous = event
         gap = min(gap, max(0.0, gap_end - gap_begin))
