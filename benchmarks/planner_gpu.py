@@ -1,4 +1,5 @@
-"""Predicted against measured step time and peak memory of differently shaped jobs on one GPU, after `calibrate`.
+"""Predicted against measured step time and peak memory of differently shaped jobs on one GPU, after `calibrate` and
+from the data sheet.
 
     python benchmarks/planner_gpu.py [--json FILE] [--job NAME ...] [--cluster FILE]
 
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 
 from shardwise.bench.train_step import bench_step
-from shardwise.cluster import Cluster, read_cluster
+from shardwise.cluster import Cluster, cluster_by_driver_name, read_cluster
 from shardwise.job import make_job
 from shardwise.layout import Layout
 from shardwise.planner.plan import make_estimator, resolve_layout
@@ -55,11 +56,15 @@ def compare(name: str, cluster: Cluster) -> dict[str, object]:
     memory = predicted.memory[0]
     report = bench_step(job.model_copy(update={"layout": str(layout)}), torch.device("cuda"))
     seconds, peak = report.seconds, GIB * report.peak_memory_gib
+    preset = cluster_by_driver_name(torch.cuda.get_device_name())
+    sheet = make_estimator(job, preset).predict(layout) if preset else predicted
     return {
         "job": name, "layout": str(layout), "seconds": seconds, "predicted_seconds": predicted.seconds,
         "time_error": predicted.seconds / seconds - 1, "gib": peak / GIB,
         "predicted_gib": (memory.total - memory.reserve) / GIB,
         "memory_error": (memory.total - memory.reserve) / peak - 1,
+        "sheet_time_error": sheet.seconds / seconds - 1,
+        "sheet_memory_error": (sheet.memory[0].total - sheet.memory[0].reserve) / peak - 1,
         "parts": report.time_breakdown, "memory": {key: value / GIB for key, value in memory._asdict().items()},
     }  # fmt: skip
 
@@ -91,7 +96,8 @@ def main() -> None:
             print(
                 f"{name:12s} {record['layout']}: {1e3 * record['seconds']:.1f} ms, predicted "
                 f"{1e3 * record['predicted_seconds']:.1f} ({100 * record['time_error']:+.1f}%); {record['gib']:.2f} "
-                f"GiB, predicted {record['predicted_gib']:.2f} ({100 * record['memory_error']:+.1f}%)",
+                f"GiB, predicted {record['predicted_gib']:.2f} ({100 * record['memory_error']:+.1f}%); data sheet "
+                f"{100 * record['sheet_time_error']:+.1f}%, {100 * record['sheet_memory_error']:+.1f}%",
                 flush=True,
             )
             if options.json:
