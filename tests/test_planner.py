@@ -163,6 +163,15 @@ def test_the_plan_names_a_batch_that_more_layouts_divide() -> None:
     assert not any(line.startswith("batch") for line in even.near_misses) and "(batch.tokens = 2M" in title(even)
 
 
+def test_the_plan_names_a_fraction_that_recomputes_less() -> None:
+    settings = ["model.name=llama3-70b", "batch.samples=480", "precision=bf16"]
+    found = plan_job(None, settings, "h100", 64, None)
+    (change,) = re.findall(r"(recompute=0\.\d micro_batch=\d): \d\.\d% faster, ", "\n".join(found.near_misses))
+    rest = " ".join(word for word in str(found.best.layout).split() if not word.startswith(("recompute", "micro_batch")))
+    kept = plan_job(None, settings, "h100", 64, f"{rest} {change}")
+    assert found.best.layout.recompute == "full" and kept.best.seconds < 0.99 * found.best.seconds
+
+
 def llama_job(tmp_path: Path, samples: int = 64) -> str:
     job = tmp_path / "job.toml"
     job.write_text(f'precision = "bf16"\n[model]\nname = "llama3-8b"\n[batch]\nsamples = {samples}\n')

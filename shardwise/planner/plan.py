@@ -13,7 +13,7 @@ from shardwise.cluster import GIB, Cluster, find_cluster, with_settings
 from shardwise.console import format_number, format_seconds, pluralize
 from shardwise.errors import LayoutError
 from shardwise.job import BatchConfig, Job, load_job
-from shardwise.layout import Layout, divisible_batch, solve_batch
+from shardwise.layout import Layout, divisible_batch, micro_batch_error, solve_batch
 from shardwise.models.config import CODE_BYTES
 from shardwise.models.loss import loss_chunk_size
 from shardwise.optim.adamw import BUFFERS, PART
@@ -154,7 +154,7 @@ def make_plan(
     shows_neighbours = layout is None and best.peak_memory <= cluster.device.memory
     neighbours = tuple(near_misses(estimator, best)) if shows_neighbours else ()
     if shows_neighbours and not runnable:
-        neighbours = (*_faster_batch(job, cluster, best), *neighbours)
+        neighbours = (*_faster_batch(job, cluster, best), *_less_recomputation(estimator, best), *neighbours)
     if layout is None and job.layout != "auto":
         own, told = Layout.parse(job.layout), "it cannot run this job"
         with suppress(LayoutError):  # it does not divide this batch, for example
@@ -299,6 +299,19 @@ def resolve_layout(job: Job, shape: ModelShape, layout: Layout) -> Layout:
             rule = f"be at most {limit}" if axis == "pipeline" or limit == 1 else f"divide {limit}"
             raise LayoutError(f"{axis}={degree}: for {job.model.name} the {axis} degree must {rule}.")
     return replace(layout, micro_batch=solve_batch(layout, job.samples).micro_batch)
+
+
+def _less_recomputation(estimator: Estimator, best: Prediction) -> Iterator[str]:
+    """Yields the line of the fastest layout that recomputes only a part of the blocks: the search tries no fractions."""
+    full, limit = best.layout, estimator.machine.device.memory
+    sizes = {full.micro_batch, max(1, full.micro_batch // 2)}
+    layouts = [replace(full, micro_batch=size, recompute=f"0.{n}") for size in sizes for n in range(1, 10)]
+    runs = [one for one in layouts if micro_batch_error(one, estimator.micro_batches(one)) is None]
+    fitting = [estimator.predict(one) for one in runs if full.recompute == "full" and estimator.fits(one)]
+    fastest = min(fitting, key=lambda prediction: prediction.seconds, default=best)
+    if (gain := 1 - fastest.seconds / best.seconds) > 0.01:
+        change = f"recompute={fastest.layout.recompute} micro_batch={fastest.layout.micro_batch}"
+        yield f"{change}: {100 * gain:.1f}% faster, {fastest.peak_memory / GIB:,.0f} GiB of {limit / GIB:,.0f}"
 
 
 def explain_gap(estimator: Estimator, best: Prediction, other: Prediction) -> str:
