@@ -19,10 +19,7 @@ class BertConfig(DecoderConfig):
     activation: Literal["gelu", "swiglu"] = "gelu"
     bias: bool = True
     mlm_probability: float = Field(0.15, gt=0.0, le=1.0)
-    """Fraction of the tokens that are predicted; the LM head computes only these."""
     mask_token_id: int = Field(-1, ge=-1)
-    """Id of the mask token. -1 takes that of the tokenizer ([MASK], <mask>), or else reserves the last id of the
-    vocabulary, which the text must not contain."""
 
     @property
     def resolved_mask_id(self) -> int:

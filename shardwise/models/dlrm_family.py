@@ -18,17 +18,12 @@ class DLRMConfig(ModelConfig):
     supports_muon = False
     name: str = "dlrm"
     tables: int = Field(26, ge=1, le=10_000)
-    """Number of categorical features; each has its own embedding table."""
     rows: Annotated[Count, Field(ge=1, le=10**11)] | tuple[Annotated[Count, Field(ge=1, le=10**11)], ...] = 1_000_000
-    """Rows per table, or a list with the rows of each table."""
-    width: int = Field(128, ge=1, le=10**6)  # Embedding dimension
+    width: int = Field(128, ge=1, le=10**6)
     lookups: int = Field(1, ge=1, le=10_000)
-    """Number of lookups per table and sample (multi-hot); their embeddings are summed."""
-    dense_features: int = Field(13, ge=1, le=10**6)  # Number of dense (continuous) features
+    dense_features: int = Field(13, ge=1, le=10**6)
     bottom: tuple[Annotated[int, Field(ge=1, le=10**6)], ...] = (512, 256)
-    """Hidden sizes of the bottom MLP, which maps the dense features to `width`."""
     top: tuple[Annotated[int, Field(ge=1, le=10**6)], ...] = (1024, 1024, 512, 256)
-    """Hidden sizes of the top MLP, which maps the feature interactions to the logit."""
 
     @model_validator(mode="after")
     def _check_rows(self) -> "DLRMConfig":
