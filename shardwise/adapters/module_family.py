@@ -119,7 +119,7 @@ def load_task(config: ModuleConfig) -> Task:
 
 class ModuleFamily(Family):
     config = ModuleConfig
-    verify_layouts = "module"
+    verify_layouts = refused = "module"
 
     def task(self, config: Any) -> Task:
         return config.task  # type: ignore[no-any-return]
@@ -183,8 +183,7 @@ class ModuleFamily(Family):
     def refusals(self, config: Any) -> dict[str, str]:
         chain = meta_chain(config)
         anatomy, plan = chain.anatomy, chain.sharding_plan
-        refused = {"expert": "it has no experts that can be split; leave expert at 1."}
-        refused["pack"] = f"{config.description} may let the conversations of a sample see one another; leave pack out."
+        refused = super().refusals(config)
         if not _block_linears(chain.root, anatomy):
             refused["fp8"] = "its blocks have no nn.Linear; use bf16."
         if reason := check_context(config)[0]:

@@ -49,17 +49,7 @@ class DLRMConfig(ModelConfig):
 class DLRMFamily(Family):
     config = DLRMConfig
     builder = "shardwise.models.dlrm:DenseDLRM"
-    verify_layouts = "dlrm"
-
-    def refusals(self, config: DLRMConfig) -> dict[str, str]:
-        data_parallel_only = "a DLRM supports data parallelism and sharded tables only; use shard or replicate."
-        precision = "a DLRM trains in bf16, float32 or float64."
-        return {
-            **dict.fromkeys(("tensor", "pipeline", "context", "expert"), data_parallel_only),
-            "recompute": "a DLRM has no blocks to recompute; leave recompute out.",
-            "compile": "a DLRM has no blocks to compile; leave compile out.", "fp8": precision, "fp16": precision,
-            "local_sgd": "a DLRM's tables are shared by all replicas; use local_sgd.every = 1.",
-        }  # fmt: skip
+    verify_layouts = refused = "dlrm"
 
     def example_batch(self, config: DLRMConfig, samples: int, dtype: Any) -> dict[str, Any]:
         import torch

@@ -152,9 +152,7 @@ class MoEConfig(DecoderConfig):
 class GPTFamily(Family):
     config = DecoderConfig
     builder = "shardwise.models.gpt:build_gpt"
-
-    def refusals(self, config: DecoderConfig) -> dict[str, str]:
-        return {"expert": f"{config.name!r} has no experts; leave expert at 1."}
+    refused = "gpt"
 
     def reference(self, config: DecoderConfig) -> Any:
         return resolve_name("shardwise.models.pretrained:reference_decoder")(config)

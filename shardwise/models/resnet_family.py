@@ -31,13 +31,7 @@ class ResNetConfig(ModelConfig):
 class ResNetFamily(Family):
     config = ResNetConfig
     builder = "shardwise.models.resnet:build_resnet"
-
-    def refusals(self, config: ResNetConfig) -> dict[str, str]:
-        why = f"{config.description} supports data parallelism only (batch norm spans the whole batch)"
-        return {
-            **dict.fromkeys(("tensor", "pipeline", "context", "expert"), f"{why}; use replicate or shard."),
-            "recompute": "recomputation would update the running statistics of batch norm twice; use recompute=none.",
-        }
+    refused = "resnet"
 
     def example_batch(self, config: ResNetConfig, samples: int, dtype: Any) -> dict[str, Any]:
         import torch
