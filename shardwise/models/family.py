@@ -28,6 +28,12 @@ if TYPE_CHECKING:
 REFUSALS = read_tables("refusals.toml")
 
 
+def reasons(table: str, **facts: Any) -> dict[str, str]:
+    """Returns a table of refusals.toml, its sentences filled in."""
+    entries = REFUSALS[table].items()
+    return {key: sentence.format(**facts) for keys, sentence in entries for key in keys.split(", ")}
+
+
 @dataclass(frozen=True)
 class TableSpec:
     """An embedding table that is sharded over the memory of all ranks."""
@@ -110,8 +116,7 @@ class Family:
     def refusals(self, config: Any) -> dict[str, str]:
         """Returns the settings that this model does not support, each with the reason. Keys: an axis of a layout,
         "recompute", "compile", a precision, "local_sgd", "pack" (data) or "split_backward" (such as zero-bubble)."""
-        reasons = REFUSALS[self.refused].items()
-        return {key: reason.format(config=config) for keys, reason in reasons for key in keys.split(", ")}
+        return reasons(self.refused, config=config)
 
     def example_batch(self, config: Any, samples: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Returns a micro-batch on the meta device, as keyword arguments of the chain's `forward`."""
