@@ -3,7 +3,7 @@
 import math
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from shardwise.models.config import Count, ModelConfig
 from shardwise.models.family import Family, TableSpec
@@ -25,11 +25,9 @@ class DLRMConfig(ModelConfig):
     bottom: tuple[Annotated[int, Field(ge=1, le=10**6)], ...] = (512, 256)
     top: tuple[Annotated[int, Field(ge=1, le=10**6)], ...] = (1024, 1024, 512, 256)
 
-    @model_validator(mode="after")
-    def _check_rows(self) -> "DLRMConfig":
+    def model_post_init(self, context: Any) -> None:
         if isinstance(self.rows, tuple) and len(self.rows) != self.tables:
             raise ValueError(f"rows lists {len(self.rows)} sizes for {self.tables} tables; give one size per table")
-        return self
 
     @property
     def table_rows(self) -> tuple[int, ...]:

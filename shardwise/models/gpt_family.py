@@ -4,7 +4,7 @@ shapes of Mixtral and DeepSeek-V3."""
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from shardwise.models.config import ConfigSection, ModelConfig
 from shardwise.models.family import Family
@@ -54,8 +54,7 @@ class DecoderConfig(ModelConfig):
     eod_token_id: int = Field(-1, ge=-1)
     mup_base_width: int = Field(0, ge=0, le=10**6)
 
-    @model_validator(mode="after")
-    def _check_shape(self) -> "DecoderConfig":
+    def model_post_init(self, context: Any) -> None:
         if self.mup_base_width and not self.supports_mup:
             raise ValueError(f"mup_base_width works for a dense decoder only, not for {self.description}; leave it out")
         if self.eod_token_id >= self.vocab:
@@ -77,7 +76,6 @@ class DecoderConfig(ModelConfig):
         if self.attention_dropout:
             why = "fused attention draws other masks in each layout"
             raise ValueError(f"attention_dropout must be 0: {why}; use dropout")
-        return self
 
     def _shrunk_values(self) -> dict[str, Any]:
         group = self.heads // self.kv_heads
@@ -121,8 +119,8 @@ class MoEConfig(DecoderConfig):
     kv_lora_rank: int = Field(0, ge=0, le=10**6)
     qk_rope_head_dim: int = Field(0, ge=0, le=10**6)
 
-    @model_validator(mode="after")
-    def _check_experts(self) -> "MoEConfig":
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
         if not self.expert_ffn:
             object.__setattr__(self, "expert_ffn", self.ffn)
         if self.experts_per_token > self.experts:
@@ -132,7 +130,6 @@ class MoEConfig(DecoderConfig):
         if bool(self.kv_lora_rank) != bool(self.q_lora_rank) or (self.qk_rope_head_dim and not self.kv_lora_rank):
             rule = "latent attention needs q_lora_rank and kv_lora_rank above 0"
             raise ValueError(f"{rule}; else omit qk_rope_head_dim too")
-        return self
 
     def _shrunk_values(self) -> dict[str, Any]:
         ffn_sizes = {key: min(getattr(self, key), 24) for key in ("expert_ffn", "shared_expert_ffn")}

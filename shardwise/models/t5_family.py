@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from shardwise.console import pluralize
 from shardwise.models.config import ModelConfig
@@ -65,8 +65,7 @@ class T5Config(ModelConfig):
     def reserved_ids(self) -> int:  # type: ignore[override]
         return self.noise_counts(self.text_window)[1] + 1
 
-    @model_validator(mode="after")
-    def _check_t5(self) -> "T5Config":
+    def model_post_init(self, context: Any) -> None:
         noise_tokens, spans = self.noise_counts(self.text_window)
         if self.text_window - noise_tokens + spans + 1 > self.sequence:
             raise ValueError(f"sequence ({self.sequence}) is too short for span corruption; use at least 8")
@@ -74,7 +73,6 @@ class T5Config(ModelConfig):
             masked = f"{noise_tokens} of {self.text_window} tokens are masked in {pluralize(spans, 'span')}"
             remedy = f"set target_sequence = {noise_tokens + spans + 1}"
             raise ValueError(f"target_sequence is too short: {masked}; {remedy}")
-        return self
 
     def _shrunk_values(self) -> dict[str, Any]:
         return {
