@@ -44,26 +44,8 @@ PAGES = sorted((ROOT / "docs").glob("**/*.md"))
 MARK = re.compile(r"(<!-- generated: (\S+) \(tools/docs\.py\) -->\n).*?(<!-- end generated -->)", re.DOTALL)
 SHOWN = 16  # the largest micro-batch count in the table of allowed counts
 
-# Meanings of keys and names that have no docstring of their own.
+# Meanings of names that have no docstring of their own.
 MEANING = {
-    "model.name": "A family (`gpt`, `moe`, ...), a [preset](#presets) whose shape becomes the default here, or "
-    "[a model that is not built in](#models-that-are-not-built-in) (`python:...`, `hf:...`).",
-    "model.layers": "Number of transformer blocks.",
-    "model.width": "Hidden size (d_model).",
-    "model.heads": "Number of attention (query) heads.",
-    "model.vocab": "Vocabulary size; at least that of the tokenizer.",
-    "model.sequence": "Sequence length in tokens.",
-    "model.positions": "Learned position embeddings, or RoPE.",
-    "model.norm": "LayerNorm or RMSNorm.",
-    "model.activation": "Activation of the MLP; `gelu` is the tanh approximation.",
-    "model.bias": "Whether linear layers and LayerNorms have a bias.",
-    "model.attention_dropout": "Must be 0 (see [assumptions](../explanation/assumptions.md)).",
-    "model.rope_theta": "RoPE base.",
-    "model.rope_scaling": "RoPE for longer sequences than before: `rope_type` (`linear` or `llama3`), `factor`, and "
-    "for `llama3` `low_freq_factor`, `high_freq_factor`, `original_max_position_embeddings`.",
-    "model.norm_eps": "Epsilon of the norms.",
-    "model.init_std": "Standard deviation of initial matrices; `1/sqrt(2 layers)` times that for residual outputs.",
-    "model.num_classes": "Number of image classes.",
     "shardwise.Callback": "Base class of callbacks, which run on rank 0 during training; override what you need.",
     "shardwise.Task": 'A module, its loss, its data and how to train it, for `model.name = "python:..."`.',
     "shardwise.ShardwiseError": "Base class of every error raised on purpose.",
@@ -72,6 +54,7 @@ MEANING = {
 }
 
 JOB_KEYS = parse_toml((ROOT / "shardwise" / "job_keys.toml").read_text(encoding="utf-8"))
+MODEL_KEYS = parse_toml((ROOT / "shardwise" / "models" / "model_keys.toml").read_text(encoding="utf-8"))
 
 
 # Text
@@ -122,16 +105,15 @@ def job_keys() -> Iterator[tuple[str, str, FieldInfo, str]]:
         elif isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             sections.append((name, field.annotation))
     for section, kind in sections:
-        texts = (docstrings(ModelConfig) if issubclass(kind, ModelConfig) else {}) | docstrings(kind)
-        texts |= JOB_KEYS.get(section, {}) if section else JOB_KEYS
+        texts = JOB_KEYS.get(section, {}) if section else JOB_KEYS
+        if section.startswith("model"):
+            texts = MODEL_KEYS["gpt"] | MODEL_KEYS[section.removeprefix("model").strip(":. ") or "gpt"]
         is_decoder = kind is not DecoderConfig and issubclass(kind, DecoderConfig)
         known = DecoderConfig.model_fields if is_decoder else ModelConfig.model_fields
         for name, field in kind.model_fields.items():
             if (kind is Job and name in dict(sections)) or (": " in section and name in known):
                 continue
-            path = f"{section}.{name}" if section else name
-            meaning = texts.get(name) or MEANING.get(path)
-            yield section, name, field, meaning or (MEANING.get(f"model.{name}", "") if "model" in section else "")
+            yield section, name, field, texts.get(name, "")
 
 
 def job_tables() -> str:

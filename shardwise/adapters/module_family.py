@@ -30,7 +30,7 @@ from shardwise.adapters.tensor_plan import make_sharding_plan
 from shardwise.errors import JobError
 from shardwise.models import lora
 from shardwise.models.config import ModelConfig
-from shardwise.models.family import Family
+from shardwise.models.family import Family, reasons
 from shardwise.models.layers import Linear
 from shardwise.models.operator_costs import OperatorCosts
 from shardwise.models.quantize import round_quantized
@@ -119,7 +119,7 @@ def load_task(config: ModuleConfig) -> Task:
 
 class ModuleFamily(Family):
     config = ModuleConfig
-    verify_layouts = "module"
+    verify_layouts = refused = "module"
 
     def task(self, config: Any) -> Task:
         return config.task  # type: ignore[no-any-return]
@@ -182,30 +182,16 @@ class ModuleFamily(Family):
 
     def refusals(self, config: Any) -> dict[str, str]:
         chain = meta_chain(config)
-        anatomy, plan = chain.anatomy, chain.sharding_plan
-        refused = {"expert": "it has no experts that can be split; leave expert at 1."}
-        refused["pack"] = f"{config.description} may let the conversations of a sample see one another; leave pack out."
-        if not _block_linears(chain.root, anatomy):
-            refused["fp8"] = "its blocks have no nn.Linear; use bf16."
-        if reason := check_context(config)[0]:
-            refused["context"] = f"{reason}, so its sequences cannot be split; use shard."
-        if anatomy.crossing:
-            refused["pipeline"] = f"{anatomy.crossing}."
-        if anatomy.second_path:
-            why = f"{anatomy.second_path} uses weights on an input other than the blocks' output"
-            limit = "PyTorch cannot split its backward; use schedule=1f1b or interleaved"
-            refused["split_backward"] = f"{why}, so {limit}."
-        if not plan.shard_dims:
-            refused["tensor"] = "the model has no tensor-parallel plan; set plan= or [model.tensor_plan]."
-        if anatomy.changes_input:
-            refused["recompute"] = f"{anatomy.changes_input} changes its input in place; use recompute=none."
+        anatomy = chain.anatomy
+        found = {"fp8": not _block_linears(chain.root, anatomy), "context": check_context(config)[0],
+                 "pipeline": anatomy.crossing, "split_backward": anatomy.second_path,
+                 "tensor": not chain.sharding_plan.shard_dims, "recompute": anatomy.changes_input}  # fmt: skip
+        possible = reasons(self.refused, config=config, **found)
+        refused = {key: reason for key, reason in possible.items() if found.get(key, True)}
         if chain.has_batch_statistics:
-            reason = "batch norm spans the whole batch; use replicate or shard."
-            refused |= dict.fromkeys(("pipeline", "tensor"), reason)
-            refused["recompute"] = "it would update the running statistics of batch norm twice; use recompute=none."
+            refused |= reasons("batch norm")
         if buffer := chain.unsynchronized_buffer:
-            reason = f"the forward updates buffer {buffer}, which each rank would do independently; use one process."
-            refused |= dict.fromkeys(("replicate", "shard", "pipeline", "tensor", "recompute"), reason)
+            refused |= reasons("updated buffer", buffer=buffer)
         if anatomy.random_module:
             what = f"{anatomy.random_module} draws random numbers in its forward (functional dropout, for example)"
             remedy = "use nn.Dropout there, or set its probability to 0"

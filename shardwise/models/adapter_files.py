@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import JobError
-from shardwise.files import parse_json, write_text
+from shardwise.files import parse_json, parse_toml, write_text
 from shardwise.models.sharding import base_weight
 
 if TYPE_CHECKING:
@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 PLAIN = re.compile(r"[\w.-]+")  # names of layers; peft also takes regular expressions
-# Fields of adapter_config.json that ask for what we cannot compute, unless they are empty.
-UNSUPPORTED = ("bias", "use_dora", "use_rslora", "modules_to_save", "layers_to_transform", "layer_replication",
-               "fan_in_fan_out", "lora_bias", "trainable_token_indices", "exclude_modules", "use_qalora",
-               "alora_invocation_tokens")  # fmt: skip
+FILE_NAMES = parse_toml(Path(__file__).with_name("file_names.toml").read_text(encoding="utf-8"))
 
 
 def file_names(root: nn.Module) -> Iterator[tuple[str, str, int]]:
@@ -90,7 +87,7 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         targets = [targets] if isinstance(targets, str) else list(targets)
         found["targets"] = targets + (config.get("target_parameters") or [])
         found["ranks"], found["alphas"] = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
-        asked = {field: config.get(field) for field in UNSUPPORTED}
+        asked = {field: config.get(field) for field in FILE_NAMES["unsupported_by_adapters"]}
         unsupported = [name for name, value in asked.items() if value not in (None, [], "none") and value is not False]
         names = (*found["targets"], *found["ranks"], *found["alphas"])
         patterns = [name for name in names if not PLAIN.fullmatch(name)]

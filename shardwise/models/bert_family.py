@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from shardwise.models.gpt_family import DecoderConfig, GPTFamily
 
@@ -19,10 +19,7 @@ class BertConfig(DecoderConfig):
     activation: Literal["gelu", "swiglu"] = "gelu"
     bias: bool = True
     mlm_probability: float = Field(0.15, gt=0.0, le=1.0)
-    """Fraction of the tokens that are predicted; the LM head computes only these."""
     mask_token_id: int = Field(-1, ge=-1)
-    """Id of the mask token. -1 takes that of the tokenizer ([MASK], <mask>), or else reserves the last id of the
-    vocabulary, which the text must not contain."""
 
     @property
     def resolved_mask_id(self) -> int:
@@ -37,14 +34,13 @@ class BertConfig(DecoderConfig):
         """Number of predicted positions per sample."""
         return max(1, round(self.mlm_probability * self.sequence))
 
-    @model_validator(mode="after")
-    def _check_bert(self) -> "BertConfig":
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
         if self.mask_token_id >= self.vocab:
             raise ValueError(f"mask_token_id ({self.mask_token_id}) must be below vocab ({self.vocab})")
         fixed = (self.positions, self.norm, self.activation, self.bias) == ("learned", "layer", "gelu", True)
         if not fixed or self.kv_heads != self.heads:
             raise ValueError("a BERT has learned positions, LayerNorm, GELU, biases and kv_heads = heads; omit them")
-        return self
 
 
 class BertFamily(GPTFamily):

@@ -1,4 +1,5 @@
-"""Base classes of config sections and of every family's `[model]` section. Imports no PyTorch."""
+"""Base classes of config sections and of every family's `[model]` section, whose keys are explained in
+`model_keys.toml`. Imports no PyTorch."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -91,17 +92,14 @@ CODE_BYTES = {"int8": 1 + 4 / 64, "nf4": 0.5 + 4 / 64}  # of a weight, with its 
 class LoRA(ConfigSection):
     """Trains low-rank adapters beside the linear layers instead of the model's weights (`model.lora`)."""
 
-    adapter: str = ""  # Folder of an adapter of peft to start from, which fills in missing keys
-    rank: int = Field(16, ge=1, le=10**5)  # Columns of B and rows of A
-    alpha: float = Field(0.0, ge=0.0)  # The update is multiplied by alpha / rank; 0: twice the rank
+    adapter: str = ""
+    rank: int = Field(16, ge=1, le=10**5)
+    alpha: float = Field(0.0, ge=0.0)
     targets: tuple[str, ...] = ()
-    """Layers with an adapter, by name, last part of a name (`q_proj`) or pattern (`block1.*`); none: all linear layers
-    of the blocks, experts included."""
-    ranks: dict[str, int] = {}  # Other ranks, by name or pattern of layers
-    alphas: dict[str, float] = {}  # Other values of alpha, by name or pattern of layers
-    init_std: float = Field(0.0, ge=0.0)  # Standard deviation of the initial B; 0: training starts at the given model
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
+    init_std: float = Field(0.0, ge=0.0)
     quantize: Literal["", "int8", "nf4"] = ""
-    """Keeps the frozen weights of linear layers in 8 or 4 bits (QLoRA); experts and other weights stay as they are."""
 
     @model_validator(mode="before")
     @classmethod
@@ -146,10 +144,7 @@ class ModelConfig(ConfigSection):
     adamw_only: ClassVar[str] = ""  # the configured key that works only with AdamW; empty if there is none
     name: str
     weights: str = ""
-    """Weights to start from: a run (`runs/first`, `runs/first@200` for a step) or a Hugging Face folder, whose model
-    fills in missing keys. Empty: those of the folder that `name` is, otherwise random ones; `random`: always these."""
     lora: LoRA | None = None
-    """Trains adapters beside the frozen model, such as `{ rank = 16 }`. Not set: all weights are trained."""
 
     @model_validator(mode="before")
     @classmethod

@@ -3,7 +3,7 @@
 import math
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from shardwise.models.config import Count, ModelConfig
 from shardwise.models.family import Family, TableSpec
@@ -18,23 +18,16 @@ class DLRMConfig(ModelConfig):
     supports_muon = False
     name: str = "dlrm"
     tables: int = Field(26, ge=1, le=10_000)
-    """Number of categorical features; each has its own embedding table."""
     rows: Annotated[Count, Field(ge=1, le=10**11)] | tuple[Annotated[Count, Field(ge=1, le=10**11)], ...] = 1_000_000
-    """Rows per table, or a list with the rows of each table."""
-    width: int = Field(128, ge=1, le=10**6)  # Embedding dimension
+    width: int = Field(128, ge=1, le=10**6)
     lookups: int = Field(1, ge=1, le=10_000)
-    """Number of lookups per table and sample (multi-hot); their embeddings are summed."""
-    dense_features: int = Field(13, ge=1, le=10**6)  # Number of dense (continuous) features
+    dense_features: int = Field(13, ge=1, le=10**6)
     bottom: tuple[Annotated[int, Field(ge=1, le=10**6)], ...] = (512, 256)
-    """Hidden sizes of the bottom MLP, which maps the dense features to `width`."""
     top: tuple[Annotated[int, Field(ge=1, le=10**6)], ...] = (1024, 1024, 512, 256)
-    """Hidden sizes of the top MLP, which maps the feature interactions to the logit."""
 
-    @model_validator(mode="after")
-    def _check_rows(self) -> "DLRMConfig":
+    def model_post_init(self, context: Any) -> None:
         if isinstance(self.rows, tuple) and len(self.rows) != self.tables:
             raise ValueError(f"rows lists {len(self.rows)} sizes for {self.tables} tables; give one size per table")
-        return self
 
     @property
     def table_rows(self) -> tuple[int, ...]:
@@ -54,17 +47,7 @@ class DLRMConfig(ModelConfig):
 class DLRMFamily(Family):
     config = DLRMConfig
     builder = "shardwise.models.dlrm:DenseDLRM"
-    verify_layouts = "dlrm"
-
-    def refusals(self, config: DLRMConfig) -> dict[str, str]:
-        data_parallel_only = "a DLRM supports data parallelism and sharded tables only; use shard or replicate."
-        precision = "a DLRM trains in bf16, float32 or float64."
-        return {
-            **dict.fromkeys(("tensor", "pipeline", "context", "expert"), data_parallel_only),
-            "recompute": "a DLRM has no blocks to recompute; leave recompute out.",
-            "compile": "a DLRM has no blocks to compile; leave compile out.", "fp8": precision, "fp16": precision,
-            "local_sgd": "a DLRM's tables are shared by all replicas; use local_sgd.every = 1.",
-        }  # fmt: skip
+    verify_layouts = refused = "dlrm"
 
     def example_batch(self, config: DLRMConfig, samples: int, dtype: Any) -> dict[str, Any]:
         import torch

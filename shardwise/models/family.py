@@ -15,7 +15,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from shardwise.errors import JobError
-from shardwise.models.config import ModelConfig
+from shardwise.models.config import ModelConfig, read_tables
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +24,14 @@ if TYPE_CHECKING:
     from shardwise.models.chain import Chain, InitialValues
     from shardwise.models.objectives import Objective
     from shardwise.models.operator_costs import OperatorCosts
+
+REFUSALS = read_tables("refusals.toml")
+
+
+def reasons(table: str, **facts: Any) -> dict[str, str]:
+    """Returns a table of refusals.toml, its sentences filled in."""
+    entries = REFUSALS[table].items()
+    return {key: sentence.format(**facts) for keys, sentence in entries for key in keys.split(", ")}
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,7 @@ class Family:
     """The function that `build` calls, as `package.module:function`, so that it is imported only when it is needed."""
     objective_class: ClassVar[str] = ""  # that of the training objective, likewise; empty: next-token prediction
     verify_layouts: ClassVar[str] = "default"  # those that `shardwise verify` proves by default, in its layouts.toml
+    refused: ClassVar[str] = "default"  # what no model of the family supports, in refusals.toml
 
     def build(self, config: Any, seed: int) -> Chain:
         """Returns the model on the current default device, uninitialized. `seed` keys its dropout masks."""
@@ -107,11 +116,7 @@ class Family:
     def refusals(self, config: Any) -> dict[str, str]:
         """Returns the settings that this model does not support, each with the reason. Keys: an axis of a layout,
         "recompute", "compile", a precision, "local_sgd", "pack" (data) or "split_backward" (such as zero-bubble)."""
-        return {
-            "context": f"{config.description} cannot be split along the sequence; leave context at 1.",
-            "expert": f"{config.description} has no experts; leave expert at 1.",
-            "pack": f"{config.description} cannot keep the conversations of a sample apart; leave pack out.",
-        }
+        return reasons(self.refused, config=config)
 
     def example_batch(self, config: Any, samples: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Returns a micro-batch on the meta device, as keyword arguments of the chain's `forward`."""

@@ -4,7 +4,7 @@ shapes of Mixtral and DeepSeek-V3."""
 from pkgutil import resolve_name
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from shardwise.models.config import ConfigSection, ModelConfig
 from shardwise.models.family import Family
@@ -33,32 +33,28 @@ class DecoderConfig(ModelConfig):
     layers: int = Field(8, ge=1, le=1000)
     width: int = Field(256, ge=1, le=10**6)
     heads: int = Field(8, ge=1, le=10_000)
-    kv_heads: int = Field(0, ge=0, le=10_000)  # Number of key/value heads (grouped-query attention); 0: `heads`
-    head_dim: int = Field(0, ge=0, le=10_000)  # Features per head; 0: width / heads
+    kv_heads: int = Field(0, ge=0, le=10_000)
+    head_dim: int = Field(0, ge=0, le=10_000)
     ffn: int = Field(0, ge=0, le=10**7)
-    """Hidden size of the MLP; 0: 4 x width for gelu, 8/3 x width rounded up to a multiple of 64 for swiglu."""
     vocab: int = Field(256, ge=2, le=10**7)
     sequence: int = Field(256, ge=1, le=10**7)
     positions: Literal["learned", "rotary"] = "rotary"
     norm: Literal["layer", "rms"] = "rms"
     activation: Literal["gelu", "swiglu"] = "swiglu"
     bias: bool = False
-    qkv_bias: bool = False  # Whether queries, keys and values have a bias even if nothing else has (Qwen2)
-    qk_norm: bool = False  # Whether the queries and keys of each head go through an RMSNorm before RoPE (Qwen3)
-    tied: bool = True  # Whether the LM head shares the token embedding's weight
-    dropout: float = Field(0.0, ge=0.0, lt=1.0)  # Dropout probability of the embeddings and of each residual branch
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    tied: bool = True
+    dropout: float = Field(0.0, ge=0.0, lt=1.0)
     attention_dropout: float = 0.0
     rope_theta: float = Field(10_000.0, gt=0.0)
     rope_scaling: RopeScaling = RopeScaling()
     norm_eps: float = Field(1e-5, gt=0.0)
     init_std: float = Field(0.02, gt=0.0)
     eod_token_id: int = Field(-1, ge=-1)
-    """Id of the end-of-document token. If set, attention is masked across documents; -1: off."""
     mup_base_width: int = Field(0, ge=0, le=10**6)
-    """Width at which the learning rate was tuned; muP transfers it to `width`. 0: off."""
 
-    @model_validator(mode="after")
-    def _check_shape(self) -> "DecoderConfig":
+    def model_post_init(self, context: Any) -> None:
         if self.mup_base_width and not self.supports_mup:
             raise ValueError(f"mup_base_width works for a dense decoder only, not for {self.description}; leave it out")
         if self.eod_token_id >= self.vocab:
@@ -80,7 +76,6 @@ class DecoderConfig(ModelConfig):
         if self.attention_dropout:
             why = "fused attention draws other masks in each layout"
             raise ValueError(f"attention_dropout must be 0: {why}; use dropout")
-        return self
 
     def _shrunk_values(self) -> dict[str, Any]:
         group = self.heads // self.kv_heads
@@ -109,31 +104,23 @@ class MoEConfig(DecoderConfig):
     is_recomputable_elsewhere = False
     reports_routing = True
     name: str = "moe"
-    experts: int = Field(8, ge=2, le=1000)  # Number of routed experts per MoE layer
-    experts_per_token: int = Field(2, ge=1, le=1000)  # Number of routed experts per token (top-k)
-    expert_ffn: int = Field(0, ge=0, le=10**7)  # Hidden size of each routed expert; 0: `ffn`
+    experts: int = Field(8, ge=2, le=1000)
+    experts_per_token: int = Field(2, ge=1, le=1000)
+    expert_ffn: int = Field(0, ge=0, le=10**7)
     shared_expert_ffn: int = Field(0, ge=0, le=10**7)
-    """Hidden size of the shared expert, which processes every token; 0: no shared expert."""
-    dense_layers: int = Field(0, ge=0, le=1000)  # Number of leading blocks with a dense MLP instead of experts
+    dense_layers: int = Field(0, ge=0, le=1000)
     scoring_func: Literal["softmax", "sigmoid"] = "softmax"
-    """Function that turns router logits into routing probabilities."""
     routed_scaling_factor: float = Field(1.0, gt=0.0)
-    """Factor applied to the routing weights after they are normalized to sum to 1."""
     capacity_factor: float = Field(0.0, ge=0.0)
-    """Capacity of an expert per sample, relative to an even load; tokens beyond it are dropped. 0: no limit."""
     router_bias_update_rate: float = Field(0.0, ge=0.0)
-    """Auxiliary-loss-free load balancing (DeepSeek-V3): step size of the routing-bias update; 0: off."""
     router_aux_loss_coef: float = Field(0.01, ge=0.0)
-    """Coefficient of the load-balancing loss, which is computed per sample; 0: off."""
     router_z_loss_coef: float = Field(0.0, ge=0.0)
-    """Coefficient of the router z-loss, the mean squared log-sum-exp of the router logits; 0: off."""
-    q_lora_rank: int = Field(0, ge=0, le=10**6)  # MLA: rank of the query projection; 0: no MLA
-    kv_lora_rank: int = Field(0, ge=0, le=10**6)  # MLA: rank of the joint key/value projection; 0: no MLA
+    q_lora_rank: int = Field(0, ge=0, le=10**6)
+    kv_lora_rank: int = Field(0, ge=0, le=10**6)
     qk_rope_head_dim: int = Field(0, ge=0, le=10**6)
-    """MLA: features per query and key head that carry RoPE, in addition to `head_dim`."""
 
-    @model_validator(mode="after")
-    def _check_experts(self) -> "MoEConfig":
+    def model_post_init(self, context: Any) -> None:
+        super().model_post_init(context)
         if not self.expert_ffn:
             object.__setattr__(self, "expert_ffn", self.ffn)
         if self.experts_per_token > self.experts:
@@ -143,7 +130,6 @@ class MoEConfig(DecoderConfig):
         if bool(self.kv_lora_rank) != bool(self.q_lora_rank) or (self.qk_rope_head_dim and not self.kv_lora_rank):
             rule = "latent attention needs q_lora_rank and kv_lora_rank above 0"
             raise ValueError(f"{rule}; else omit qk_rope_head_dim too")
-        return self
 
     def _shrunk_values(self) -> dict[str, Any]:
         ffn_sizes = {key: min(getattr(self, key), 24) for key in ("expert_ffn", "shared_expert_ffn")}
@@ -163,9 +149,7 @@ class MoEConfig(DecoderConfig):
 class GPTFamily(Family):
     config = DecoderConfig
     builder = "shardwise.models.gpt:build_gpt"
-
-    def refusals(self, config: DecoderConfig) -> dict[str, str]:
-        return {"expert": f"{config.name!r} has no experts; leave expert at 1."}
+    refused = "gpt"
 
     def reference(self, config: DecoderConfig) -> Any:
         return resolve_name("shardwise.models.pretrained:reference_decoder")(config)

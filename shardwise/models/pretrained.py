@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.errors import JobError
 from shardwise.files import parse_json
+from shardwise.models.adapter_files import FILE_NAMES
 from shardwise.models.chain import Chain, InitialValues
 from shardwise.models.gpt_family import DecoderConfig
 from shardwise.models.layers import rope_frequencies
@@ -24,10 +25,6 @@ from shardwise.models.sharding import is_adapter
 
 WHOLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 FLOATS = ("F64", "F32", "F16", "BF16")
-# Entries of old files that are no parameters.
-NO_WEIGHTS = ("*.attn.bias", "*.attn.masked_bias", "*.rotary_emb.inv_freq")
-# transformers stacks experts that files have one by one: by parameter, the names that an expert's parts may have.
-EXPERT_PARTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
 
 
 def their_name(form: PretrainedFormat, ours: str) -> str:
@@ -159,7 +156,7 @@ def check_shapes(folder: Path, needed: Mapping[str, torch.Size], found: Mapping[
             raise JobError(f"{folder}: {name} has shape {shapes}; check the [model] section against its config.json.")
         if isinstance(found[name], Entry) and (code := found[name].view.get_dtype()) not in FLOATS:
             raise JobError(f"{folder}: {name} is stored as {code}; save the model in bf16 or float32.")
-    if unused := {name for name in unused if not any(fnmatchcase(name, pattern) for pattern in NO_WEIGHTS)}:
+    if unused := {name for name in unused if not any(fnmatchcase(name, one) for one in FILE_NAMES["no_weights"])}:
         raise JobError(f"{folder} has the weight {min(unused)!r}, which the model has not; is its config.json right?")
 
 
@@ -237,7 +234,7 @@ class ModuleWeights(InitialValues):
 
     def _stack_experts(self, name: str) -> None:
         owner, _, leaf = name.rpartition(".")
-        for parts in EXPERT_PARTS.get(leaf, ()):
+        for parts in FILE_NAMES["expert_parts"].get(leaf, ()):
             experts: list[list[str]] = []
             while all(f"{owner}.{len(experts)}.{part}.weight" in self.found for part in parts):
                 experts.append([f"{owner}.{len(experts)}.{part}.weight" for part in parts])

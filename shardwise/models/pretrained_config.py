@@ -14,6 +14,7 @@ from typing import Any
 
 from shardwise.errors import JobError, shorten
 from shardwise.files import parse_json, parse_toml
+from shardwise.models.adapter_files import FILE_NAMES
 from shardwise.models.config import PRESETS, ModelConfig, read_tables, split_step
 
 
@@ -34,13 +35,7 @@ class PretrainedFormat:
 
 
 FORMATS = {kind: PretrainedFormat(**table) for kind, table in read_tables("pretrained.toml").items()}
-# Fields that do not change what a model computes in training.
-IGNORED = re.compile(
-    r"_?name_or_path|architectures|model_type|(torch_)?dtype|transformers_version|use_cache|\w+_token_id|n_ctx"
-    r"|initializer_range|max_position_embeddings|max_window_layers|output_\w+|return_dict|\w+_pdrop|\w*dropout|summary_\w+"
-    r"|router_aux_loss_coef|router_jitter_noise|(id2label|label2id|problem_type|chunk_size_feed_forward|is_encoder_decoder"
-    r"|auto_map|_attn_implementation\w*|task_specific_params)"
-)
+IGNORED = re.compile("|".join(FILE_NAMES["ignored_fields"]))
 
 
 def read_config_file(folder: Path) -> dict[str, Any]:

@@ -17,11 +17,10 @@ class ResNetConfig(ModelConfig):
     requires_single_micro_batch = True
     supports_muon = False
     name: str = "resnet"
-    depth: Literal[18, 34, 50, 101, 152] = 50  # Number of layers; 50 and more use bottleneck blocks
+    depth: Literal[18, 34, 50, 101, 152] = 50
     stem: Literal["imagenet", "cifar"] = "imagenet"
-    """First layers: 7 x 7 convolution with stride 2 and max pooling (`imagenet`), or 3 x 3 convolution (`cifar`)."""
-    width: int = Field(64, ge=1, le=10_000)  # Channels of the first stage; each of the three later stages doubles them
-    image_size: int = Field(224, ge=8, le=10_000)  # Image height and width in pixels
+    width: int = Field(64, ge=1, le=10_000)
+    image_size: int = Field(224, ge=8, le=10_000)
     num_classes: int = Field(1000, ge=1, le=10**6)
 
     def _shrunk_values(self) -> dict[str, Any]:
@@ -32,13 +31,7 @@ class ResNetConfig(ModelConfig):
 class ResNetFamily(Family):
     config = ResNetConfig
     builder = "shardwise.models.resnet:build_resnet"
-
-    def refusals(self, config: ResNetConfig) -> dict[str, str]:
-        why = f"{config.description} supports data parallelism only (batch norm spans the whole batch)"
-        return {
-            **dict.fromkeys(("tensor", "pipeline", "context", "expert"), f"{why}; use replicate or shard."),
-            "recompute": "recomputation would update the running statistics of batch norm twice; use recompute=none.",
-        }
+    refused = "resnet"
 
     def example_batch(self, config: ResNetConfig, samples: int, dtype: Any) -> dict[str, Any]:
         import torch

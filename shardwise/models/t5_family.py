@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from shardwise.console import pluralize
 from shardwise.models.config import ModelConfig
@@ -25,24 +25,21 @@ class T5Config(ModelConfig):
     bias: ClassVar[bool] = False
     targets_are_text = False
     name: str = "t5"
-    layers: int = Field(12, ge=1, le=1000)  # Number of encoder blocks, and of decoder blocks
+    layers: int = Field(12, ge=1, le=1000)
     width: int = Field(768, ge=1, le=10**6)
     heads: int = Field(12, ge=1, le=10_000)
-    head_dim: int = Field(64, ge=1, le=10_000)  # Features per head; heads x head_dim need not equal width
-    ffn: int = Field(3072, ge=1, le=10**7)  # Hidden size of the MLP
+    head_dim: int = Field(64, ge=1, le=10_000)
+    ffn: int = Field(3072, ge=1, le=10**7)
     vocab: int = Field(32128, ge=2, le=10**7)
-    sequence: int = Field(512, ge=1, le=10**7)  # Sequence length of the encoder in tokens
-    target_sequence: int = Field(114, ge=1, le=10**7)  # Sequence length of the decoder in tokens
-    activation: Literal["relu", "geglu"] = "relu"  # Activation of the MLP; `geglu` is gated GELU (T5 v1.1)
-    tied: bool = True  # Whether the LM head shares the token embedding's weight
-    dropout: float = Field(0.0, ge=0.0, lt=1.0)  # Dropout probability of the embeddings and of each residual branch
-    noise_density: float = Field(0.15, gt=0.0, lt=1.0)  # Fraction of the tokens that span corruption masks
-    mean_noise_span_length: float = Field(3.0, ge=1.0)  # Mean length of a masked span in tokens
+    sequence: int = Field(512, ge=1, le=10**7)
+    target_sequence: int = Field(114, ge=1, le=10**7)
+    activation: Literal["relu", "geglu"] = "relu"
+    tied: bool = True
+    dropout: float = Field(0.0, ge=0.0, lt=1.0)
+    noise_density: float = Field(0.15, gt=0.0, lt=1.0)
+    mean_noise_span_length: float = Field(3.0, ge=1.0)
     relative_attention_num_buckets: int = Field(32, ge=4, le=10**6)
-    """Number of relative-position buckets; small distances get one bucket each, larger ones share logarithmically
-    spaced buckets."""
     relative_attention_max_distance: int = Field(128, ge=2, le=10**9)
-    """Distance in tokens from which all positions share the last bucket."""
     norm_eps: float = Field(1e-6, gt=0.0)
 
     @property
@@ -68,8 +65,7 @@ class T5Config(ModelConfig):
     def reserved_ids(self) -> int:  # type: ignore[override]
         return self.noise_counts(self.text_window)[1] + 1
 
-    @model_validator(mode="after")
-    def _check_t5(self) -> "T5Config":
+    def model_post_init(self, context: Any) -> None:
         noise_tokens, spans = self.noise_counts(self.text_window)
         if self.text_window - noise_tokens + spans + 1 > self.sequence:
             raise ValueError(f"sequence ({self.sequence}) is too short for span corruption; use at least 8")
@@ -77,7 +73,6 @@ class T5Config(ModelConfig):
             masked = f"{noise_tokens} of {self.text_window} tokens are masked in {pluralize(spans, 'span')}"
             remedy = f"set target_sequence = {noise_tokens + spans + 1}"
             raise ValueError(f"target_sequence is too short: {masked}; {remedy}")
-        return self
 
     def _shrunk_values(self) -> dict[str, Any]:
         return {
