@@ -302,7 +302,7 @@ def resolve_layout(job: Job, shape: ModelShape, layout: Layout) -> Layout:
 
 
 def _less_recomputation(estimator: Estimator, best: Prediction) -> Iterator[str]:
-    """Yields the line of the fastest layout that recomputes only a part of the blocks: the search tries no fractions."""
+    """Yields the line of the fastest layout that recomputes only a part of the blocks; the search tries none."""
     full, limit = best.layout, estimator.machine.device.memory
     sizes = {full.micro_batch, max(1, full.micro_batch // 2)}
     layouts = [replace(full, micro_batch=size, recompute=f"0.{n}") for size in sizes for n in range(1, 10)]
