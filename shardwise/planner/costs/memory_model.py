@@ -144,12 +144,16 @@ def rank_memory(
     own_weights = sharded_weights(layout, dense_weights, experts)
     block_weights = inputs.block_weights + inputs.expert_weights
     in_flight = in_flight_micro_batches(layout, rank, micro_batches)
-    compute_copies = max(1.0, in_flight * inputs.kept_fraction)
     all_weights = dense_weights + experts
-    weights = profile.weight_bytes * all_weights + profile.compute_copy_bytes * compute_copies * all_weights
+    # Every forward makes a low-precision copy, kept until the backward unless that recomputes the block.
+    keeps_one = profile.casts_once and layout.world == 1
+    copied = max(block_weights, in_flight * inputs.kept_fraction * all_weights) if not keeps_one else all_weights
+    weights = profile.weight_bytes * all_weights + profile.compute_copy_bytes * copied
     gradients, buffers = profile.gradient_bytes * all_weights, 0.0
     if layout.shard > 1 and layout.zero >= 2:
-        gradients, buffers = profile.gradient_bytes * own_weights, size * block_weights
+        gradients = profile.gradient_bytes * own_weights
+        buffers = (profile.gradient_bytes + size) * block_weights  # of the block whose gradients are being reduced
+        weights = profile.sharded_weight_bytes * own_weights + size * all_weights
     if layout.shard > 1 and layout.zero == 3:
         weights = profile.sharded_weight_bytes * own_weights
         buffers = size * (2 * max(block_weights, inputs.head_weights) + block_weights)
