@@ -70,15 +70,11 @@ class DenseDLRM(Chain):
         num_pairs = config.tables * (config.tables + 1) // 2  # of the tables' embeddings and the dense one
         bottom = MLP([config.dense_features, *config.bottom, config.width], final_relu=True)
         top = MLP([config.width + num_pairs, *config.top, 1], final_relu=False)
-        init_specs = [
-            (f"{part}.{name}", InitSpec("normal", math.sqrt(2.0 / sum(weight.shape))))
-            for part, mlp in (("bottom", bottom), ("top", top)) for name, weight in mlp.named_parameters()
-            if weight.dim() == 2
-        ]  # fmt: skip
-        plan = ShardingPlan(
-            shard_dims=(), modules=(), init=(*init_specs, ("*.bias", InitSpec("zeros"))),
-            compared_modules=("bottom", "top"),
-        )  # fmt: skip
+        init_specs = [(f"{part}.{name}", InitSpec("normal", math.sqrt(2.0 / sum(weight.shape))))
+                      for part, mlp in (("bottom", bottom), ("top", top)) for name, weight in mlp.named_parameters()
+                      if weight.dim() == 2]  # fmt: skip
+        plan = ShardingPlan(shard_dims=(), modules=(), init=(*init_specs, ("*.bias", InitSpec("zeros"))),
+                            compared_modules=("bottom", "top"))  # fmt: skip
         super().__init__([("bottom", bottom), ("top", top)], plan)
 
     def forward(self, numbers: Tensor, vectors: Tensor, labels: Tensor | None = None) -> Tensor:  # type: ignore[override]

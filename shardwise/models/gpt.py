@@ -55,10 +55,8 @@ def mup_width_multiplier(config: DecoderConfig) -> float:
     return config.width / config.mup_base_width if config.mup_base_width else 1.0
 
 
-def configure_modules(
-    chain: Chain, config: ModelConfig, device: torch.device, dtype: torch.dtype, *, pipelined: bool, use_fp8: bool,
-    loss_chunk_size: int, aux_loss_scale: Callable[[], Tensor],
-) -> None:  # fmt: skip
+def configure_modules(chain: Chain, config: ModelConfig, device: torch.device, dtype: torch.dtype, *, pipelined: bool,
+                      use_fp8: bool, loss_chunk_size: int, aux_loss_scale: Callable[[], Tensor]) -> None:  # fmt: skip
     """Configures a chain once its weights have memory: RoPE tables that all blocks share, FP8, the loss chunk size (0,
     that is no chunks, in a pipeline) and the scale of the experts' auxiliary loss."""
     for module in chain.modules():
@@ -175,9 +173,8 @@ class DecoderBlock(nn.Module):
             self.mlp = FeedForward(config)
         self.dropout2 = Dropout(config.dropout, f"{name}.2", seed)
 
-    def forward(
-        self, x: Tensor, ids: Tensor | None = None, document_ids: Tensor | None = None, **batch: Tensor | None
-    ) -> Tensor:  # fmt: skip
+    def forward(self, x: Tensor, ids: Tensor | None = None, document_ids: Tensor | None = None,
+                **batch: Tensor | None) -> Tensor:  # fmt: skip
         x = x + self.dropout1(self.attention(self.norm1(x), document_ids), ids)
         return x + self.dropout2(self.mlp(self.norm2(x)), ids)
 

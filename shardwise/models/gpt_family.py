@@ -81,11 +81,9 @@ class DecoderConfig(ModelConfig):
         group = self.heads // self.kv_heads
         kv_heads = min(self.kv_heads, max(1, 4 // group) if group < 4 else 2)
         heads = kv_heads * min(group, 4)
-        return {
-            "layers": min(self.layers, 6), "heads": heads, "kv_heads": kv_heads, "head_dim": 8, "width": 8 * heads,
-            "ffn": min(self.ffn, 16 * heads + self.ffn % 2), "vocab": min(self.vocab, 128 + self.vocab % 2),
-            "sequence": min(self.sequence, 32), "eod_token_id": min(self.eod_token_id, 5),
-        }  # fmt: skip
+        return {"layers": min(self.layers, 6), "heads": heads, "kv_heads": kv_heads, "head_dim": 8, "width": 8 * heads,
+                "ffn": min(self.ffn, 16 * heads + self.ffn % 2), "vocab": min(self.vocab, 128 + self.vocab % 2),
+                "sequence": min(self.sequence, 32), "eod_token_id": min(self.eod_token_id, 5)}  # fmt: skip
 
     @property
     def document_separator(self) -> int:  # type: ignore[override]

@@ -95,10 +95,9 @@ def _quantize_rows_kernel(x, stride, quantized, scale, size, dtype_max, BLOCK: t
         tl.store(quantized + first + offsets, scaled.to(quantized.dtype.element_ty), mask=in_bounds)
 
 
-def fused_adamw_(
-    weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, compute_param: Tensor | None, step: Tensor,
-    lr_tensor: Tensor, group: dict[str, Any], grad_scale: Tensor | None, found_inf: Tensor | None,
-) -> None:  # fmt: skip
+def fused_adamw_(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, compute_param: Tensor | None,
+                 step: Tensor, lr_tensor: Tensor, group: dict[str, Any], grad_scale: Tensor | None,
+                 found_inf: Tensor | None) -> None:  # fmt: skip
     """Updates weight, moments and, if given, the compute copy in place. `step` counts from 1. In
     PyTorch: `shardwise.optim.adamw.torch_adamw_`."""
     zero = torch.zeros((), device=weight.device) if grad_scale is None or found_inf is None else None

@@ -38,10 +38,9 @@ def loss_chunk_size(vocab_size: int) -> int:
     return max(128, MAX_LOGITS_PER_CHUNK // vocab_size // 128 * 128)
 
 
-def fused_linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, vocab_shard: VocabShard | None, chunk_size: int, use_fp8: bool = False,
-    weigh: Weigh | None = None,
-) -> Tensor:  # fmt: skip
+def fused_linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, vocab_shard: VocabShard | None,
+                               chunk_size: int, use_fp8: bool = False,
+                               weigh: Weigh | None = None) -> Tensor:  # fmt: skip
     """Returns the cross-entropy of `x @ weight.T`, summed over the targets, in chunks of `chunk_size` positions.
     If `chunk_size` is 0, all logits are computed at once, and the gradient matmuls run in the backward. `use_fp8`: if
     there are chunks and the shapes allow it, the gradient of `x` is computed with an FP8 matmul. `weigh`: what makes
@@ -57,10 +56,8 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
     """Chunked linear and cross-entropy; the forward also computes the gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocab_shard: VocabShard | None, chunk_size: int,
-        use_fp8: bool, weigh: Weigh | None,
-    ) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, vocab_shard: VocabShard | None, chunk_size: int,
+                use_fp8: bool, weigh: Weigh | None) -> Tensor:  # fmt: skip
         dtype = torch.promote_types(x.dtype, torch.float32)
         loss = torch.zeros((), dtype=dtype, device=x.device)
         vocab, weight = weight.shape[0], pad_vocab(weight)
@@ -129,9 +126,8 @@ class CrossEntropy(torch.autograd.Function):
     """Cross-entropy of existing logits. Overwrites them with their gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, vocab_shard: VocabShard | None, vocab: int, weigh: Weigh | None
-    ) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, vocab_shard: VocabShard | None, vocab: int,
+                weigh: Weigh | None) -> Tensor:  # fmt: skip
         losses, grad = cross_entropy_with_grad(logits.detach(), targets, vocab_shard, vocab)
         loss, weights = (losses.sum(), None) if weigh is None else weigh(losses)
         ctx.save_for_backward(grad if weights is None else grad.mul_(weights.unsqueeze(1)))

@@ -165,10 +165,8 @@ def within_capacity(expert_ids: Tensor, experts: int, capacity: float) -> Tensor
     return torch.empty_like(order).scatter_(1, order, position_in_expert).flatten() < capacity_rows
 
 
-def load_balancing_loss(
-    probs: Tensor, expert_ids: Tensor, samples: int, num_shards: int = 1,
-    all_reduce_sum: Callable[[Tensor], Any] | None = None,
-) -> Tensor:  # fmt: skip
+def load_balancing_loss(probs: Tensor, expert_ids: Tensor, samples: int, num_shards: int = 1,
+                        all_reduce_sum: Callable[[Tensor], Any] | None = None) -> Tensor:  # fmt: skip
     """Returns the sum over samples of E x sum over experts of (fraction of the choices) x (mean probability), which is
     1 per balanced sample (DeepSeek-AI 2024, equation 17). If `num_shards` ranks split each sequence, `all_reduce_sum`
     sums their counts, and the sum of their results is the full loss."""

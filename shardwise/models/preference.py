@@ -34,9 +34,8 @@ def plain_targets(targets: Any) -> Any:
     return targets + (targets < IGNORE_INDEX) * (IGNORE_INDEX - 1 - 2 * targets)
 
 
-def preference_weights(
-    targets: Tensor, preference: Tensor, all_reduce: Callable[[Tensor], None] | None, parts: int
-) -> Weigh:  # fmt: skip
+def preference_weights(targets: Tensor, preference: Tensor, all_reduce: Callable[[Tensor], None] | None,
+                       parts: int) -> Weigh:  # fmt: skip
     """Returns what makes DPO's loss, summed over the pairs, of the losses of all positions. `targets` (B, S);
     `preference` (B, 2): reference and beta of each pair. If the positions of a pair are split over `parts` ranks,
     `all_reduce` sums over these, and each has its part of the loss."""

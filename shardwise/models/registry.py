@@ -21,10 +21,8 @@ ADAPTERS = {"python:": "shardwise.adapters.module_family:ModuleFamily",
             "script:": "shardwise.adapters.module_family:ModuleFamily"}  # fmt: skip
 """The families of models that are not ours, by the prefix of `model.name`; imported when first used."""
 ENTRY_POINTS = "shardwise.families"
-BUILT_IN: dict[str, Family] = {
-    "gpt": GPTFamily(), "moe": MoEFamily(), "bert": BertFamily(), "t5": T5Family(), "resnet": ResNetFamily(),
-    "dlrm": DLRMFamily(),
-}  # fmt: skip
+BUILT_IN: dict[str, Family] = {"gpt": GPTFamily(), "moe": MoEFamily(), "bert": BertFamily(), "t5": T5Family(),
+                               "resnet": ResNetFamily(), "dlrm": DLRMFamily()}  # fmt: skip
 
 
 @cache

@@ -75,11 +75,9 @@ class T5Config(ModelConfig):
             raise ValueError(f"target_sequence is too short: {masked}; {remedy}")
 
     def _shrunk_values(self) -> dict[str, Any]:
-        return {
-            "layers": min(self.layers, 3), "heads": min(self.heads, 4), "head_dim": min(self.head_dim, 8),
-            "width": min(self.width, 32), "ffn": min(self.ffn, 48), "vocab": min(self.vocab, 128 + self.vocab % 2),
-            "sequence": 24, "target_sequence": 8,
-        }  # fmt: skip
+        return {"layers": min(self.layers, 3), "heads": min(self.heads, 4), "head_dim": min(self.head_dim, 8),
+                "width": min(self.width, 32), "ffn": min(self.ffn, 48), "vocab": min(self.vocab, 128 + self.vocab % 2),
+                "sequence": 24, "target_sequence": 8}  # fmt: skip
 
 
 class T5Family(Family):
@@ -97,10 +95,9 @@ def t5_operators(model: T5Config, itemsize: int, samples: int, tensor: int = 1) 
     width, inner, ffn = model.width, model.heads * model.head_dim // tensor, model.ffn // tensor
     encoder, decoder = samples * model.sequence, samples * model.target_sequence  # tokens
     table, stream = model.vocab * width // tensor, (encoder + decoder) * width * itemsize
-    yield OperatorCosts(
-        name="embed", parameters=table, output_bytes=stream // tensor, num_ops=2, saved_bytes=(encoder + decoder) * 8,
-        moved_bytes=2 * stream // tensor, all_reduce_bytes=stream / 2,
-    )  # fmt: skip
+    yield OperatorCosts(name="embed", parameters=table, output_bytes=stream // tensor, num_ops=2,
+                        saved_bytes=(encoder + decoder) * 8, moved_bytes=2 * stream // tensor,
+                        all_reduce_bytes=stream / 2)  # fmt: skip
     gates = 2 if model.activation == "geglu" else 1
     attentions = {"encoder": [(encoder, False)], "decoder": [(decoder, True), (encoder, False)]}  # keys, causal
     for side, attended in attentions.items():
@@ -114,19 +111,16 @@ def t5_operators(model: T5Config, itemsize: int, samples: int, tensor: int = 1) 
         heads, sizes = samples * model.heads // tensor, (model.head_dim, model.head_dim)
         scores = [AttentionOp(heads, tokens // samples, keys // samples, *sizes, causal) for keys, causal in attended]
         gathered = sum(tokens + keys * (keys != tokens) / 2 for keys, _ in attended) + tokens
-        block = OperatorCosts(
-            name=side, parameters=(4 * len(attended) * inner + (gates + 1) * ffn + branches) * width,
-            output_bytes=tokens * width * itemsize // tensor, num_ops=8 * len(attended) + 5 + gates,
-            saved_bytes=itemsize * (2 * branches * hidden + qkv + 2 * gates * up),
-            moved_bytes=itemsize * (6 * branches * hidden + qkv + (1 + 2 * gates) * up),
-            products=(*products, MatMul(tokens, width, gates * ffn), MatMul(tokens, ffn, width)),
-            attention=tuple(scores), all_reduce_bytes=itemsize * width * gathered,
-        )  # fmt: skip
+        block = OperatorCosts(name=side, parameters=(4 * len(attended) * inner + (gates + 1) * ffn + branches) * width,
+                              output_bytes=tokens * width * itemsize // tensor, num_ops=8 * len(attended) + 5 + gates,
+                              saved_bytes=itemsize * (2 * branches * hidden + qkv + 2 * gates * up),
+                              moved_bytes=itemsize * (6 * branches * hidden + qkv + (1 + 2 * gates) * up),
+                              products=(*products, MatMul(tokens, width, gates * ffn), MatMul(tokens, ffn, width)),
+                              attention=tuple(scores), all_reduce_bytes=itemsize * width * gathered)  # fmt: skip
         yield from (replace(block, name=f"{side}{index}") for index in range(model.layers))
     logits = decoder * model.vocab // tensor
     # The loss casts logits to float32, normalizes them and gathers those of the targets.
-    yield OperatorCosts(
-        name="head", parameters=0 if model.tied else table, output_bytes=4, num_ops=6,
-        saved_bytes=decoder * width * itemsize + 8 * logits, moved_bytes=logits * (itemsize + 12),
-        products=(MatMul(decoder, width, -(-model.vocab // tensor)),), all_reduce_bytes=decoder * width * itemsize / 2,
-    )  # fmt: skip
+    yield OperatorCosts(name="head", parameters=0 if model.tied else table, output_bytes=4, num_ops=6,
+                        saved_bytes=decoder * width * itemsize + 8 * logits, moved_bytes=logits * (itemsize + 12),
+                        products=(MatMul(decoder, width, -(-model.vocab // tensor)),),
+                        all_reduce_bytes=decoder * width * itemsize / 2)  # fmt: skip

@@ -31,10 +31,8 @@ MIN_8BIT_NUMEL = 4096  # smaller parameters keep full-precision moments
 class AdamW(ShardedOptimizer):
     """AdamW with compute copies and an optional dtype for its moments. State names are PyTorch's."""
 
-    def __init__(
-        self, groups: list[ParamGroup], defaults: ParamGroup, shards: Sequence[ParamShard],
-        state_dtype: torch.dtype | None, offload: bool = False,
-    ):  # fmt: skip
+    def __init__(self, groups: list[ParamGroup], defaults: ParamGroup, shards: Sequence[ParamShard],
+                 state_dtype: torch.dtype | None, offload: bool = False):  # fmt: skip
         """`offload`: keep the moments of weights on a GPU in host memory; others are there already."""
         super().__init__(groups, defaults, shards)
         self.state_dtype = state_dtype
@@ -96,19 +94,15 @@ class AdamW(ShardedOptimizer):
             fused_adamw_(weight[part], grad[part], first, second, part_copy, step, lr, group, *scale_and_inf)
 
 
-def torch_adamw_(
-    shard: ParamShard, state: dict[str, Tensor], group: dict[str, Any], grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> None:  # fmt: skip
+def torch_adamw_(shard: ParamShard, state: dict[str, Tensor], group: dict[str, Any], grad_scale: Tensor | None,
+                 found_inf: Tensor | None) -> None:  # fmt: skip
     """Updates one shard with PyTorch's fused kernel, converting moments of another dtype or device for the call."""
     weight, moments = shard.tensor.detach(), (state["exp_avg"], state["exp_avg_sq"])
     exp_avg, exp_avg_sq = (moment.to(weight) for moment in moments)
     beta1, beta2 = group["betas"]
-    torch._fused_adamw_(
-        [weight], [shard.grad.to(weight.dtype)], [exp_avg], [exp_avg_sq], [], [state["step"]], lr=group["lr"],
-        beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"], eps=group["eps"], amsgrad=False, maximize=False,
-        grad_scale=grad_scale, found_inf=found_inf,
-    )  # fmt: skip
+    torch._fused_adamw_([weight], [shard.grad.to(weight.dtype)], [exp_avg], [exp_avg_sq], [], [state["step"]],
+                        lr=group["lr"], beta1=beta1, beta2=beta2, weight_decay=group["weight_decay"], eps=group["eps"],
+                        amsgrad=False, maximize=False, grad_scale=grad_scale, found_inf=found_inf)  # fmt: skip
     for moment, updated in zip(moments, (exp_avg, exp_avg_sq)):
         if moment is not updated:
             moment.copy_(updated)
@@ -186,10 +180,8 @@ class AdamW8bit(ShardedOptimizer):
 
     def state_for_checkpoint(self, weight: Tensor) -> dict[str, Tensor]:
         """Returns dequantized moments in host memory, since the device may lack room for them."""
-        return {
-            key: self._load_moment(self.shards[weight], key, torch.device("cpu")) if key in MOMENTS else value
-            for key, value in self.state.get(weight, {}).items() if not key.endswith("_scale")
-        }  # fmt: skip
+        return {key: self._load_moment(self.shards[weight], key, torch.device("cpu")) if key in MOMENTS else value
+                for key, value in self.state.get(weight, {}).items() if not key.endswith("_scale")}  # fmt: skip
 
     def after_load(self) -> None:
         """Quantizes the moments loaded from a checkpoint."""

@@ -22,10 +22,8 @@ EPS = 1e-7
 
 
 class Muon(ShardedOptimizer):
-    def __init__(
-        self, groups: list[ParamGroup], defaults: ParamGroup, shards: Sequence[ParamShard],
-        adamw: torch.optim.Optimizer,
-    ):  # fmt: skip
+    def __init__(self, groups: list[ParamGroup], defaults: ParamGroup, shards: Sequence[ParamShard],
+                 adamw: torch.optim.Optimizer):  # fmt: skip
         """`adamw` updates all other parameters; `param_groups` and `state` combine both optimizers."""
         super().__init__(groups, defaults, shards)
         self.adamw, self.muon_groups = adamw, self.param_groups

@@ -222,9 +222,7 @@ def sum_over_shards(
     sums = [partial_sum.double() for partial_sum in partial_sums]
     axes = {id(axis.group): axis for shard in shards for _, axis in shard.sharded_dims}
     for axis in axes.values():
-        indices = [
-            index for index, (shard, dims) in enumerate(zip(shards, summed_dims, strict=True))
-            if any(other.group is axis.group and dim in dims for dim, other in shard.sharded_dims)
-        ]  # fmt: skip
+        indices = [index for index, (shard, dims) in enumerate(zip(shards, summed_dims, strict=True))
+                   if any(other.group is axis.group and dim in dims for dim, other in shard.sharded_dims)]  # fmt: skip
         all_reduce_coalesced([sums[index] for index in indices], axis)
     return sums

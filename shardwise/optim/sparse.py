@@ -25,10 +25,8 @@ def rowwise_adagrad_(table: Tensor, state_sum: Tensor, rows: Tensor, gradient: T
     scatter_add_rows_(table, rows, (gradient / denominator[:, None]).mul_(-lr))
 
 
-def sparse_adam_(
-    table: Tensor, moments: tuple[Tensor, Tensor], rows: Tensor, gradient: Tensor, step: int, lr: float,
-    betas: tuple[float, float], eps: float,
-) -> None:  # fmt: skip
+def sparse_adam_(table: Tensor, moments: tuple[Tensor, Tensor], rows: Tensor, gradient: Tensor, step: int, lr: float,
+                 betas: tuple[float, float], eps: float) -> None:  # fmt: skip
     """Updates the used rows and their moments; `step` counts from 1."""
     exp_avg, exp_avg_sq = (moment.index_select(0, rows) for moment in moments)
     exp_avg.lerp_(gradient, 1.0 - betas[0])

@@ -150,9 +150,8 @@ def visible_slices(axis: Axis, ring_step: int, length: int, causal: bool) -> tup
 
 class RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, masked: bool, document_ids: Tensor | None
-    ) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, axis: Axis, masked: bool,
+                document_ids: Tensor | None) -> Tensor:  # fmt: skip
         group, length = q.shape[1] // k.shape[1], q.shape[2]
         acc_dtype = torch.promote_types(q.dtype, torch.float32)
         out, lse = torch.empty(0), torch.empty(0)

@@ -70,10 +70,9 @@ class DataParallel:
                 num_replicas = replicas.size * (self.mesh["tensor"].size if tensor_dim is None else 1)
                 if self.mesh["pipeline"].size > 1 and name in chain.sharding_plan.tied_parameters:
                     num_replicas *= 2  # on the first and on the last stage
-                param_shard = ParamShard(
-                    name, self.local_shard(weight, axis), shape, sharded_dims, num_replicas, tensor_dim, expert,
-                    replicas if replicas.size > 1 else None, chain.sharding_plan.is_matrix(name, len(shape)),
-                )  # fmt: skip
+                param_shard = ParamShard(name, self.local_shard(weight, axis), shape, sharded_dims, num_replicas,
+                                         tensor_dim, expert, replicas if replicas.size > 1 else None,
+                                         chain.sharding_plan.is_matrix(name, len(shape)))  # fmt: skip
                 self.param_pairs.append((weight, param_shard))
         return [param_shard for _, param_shard in self.param_pairs]
 
@@ -263,10 +262,8 @@ class DDP(DataParallel):
         with warnings.catch_warnings():
             # PyTorch 2.13 deprecates `broadcast_buffers`; the replacement it names does something else.
             warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated")
-            self.ddp = DistributedDataParallel(
-                self.chains[0], process_group=axis.group, init_sync=False, gradient_as_bucket_view=True,
-                broadcast_buffers=False,
-            )  # fmt: skip
+            self.ddp = DistributedDataParallel(self.chains[0], process_group=axis.group, init_sync=False,
+                                               gradient_as_bucket_view=True, broadcast_buffers=False)  # fmt: skip
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")  # of size-1 dims
         self.ddp.register_comm_hook((self, axis), _sum_bucket)  # by default DDP averages
         self.modules = [self.ddp]

@@ -98,10 +98,8 @@ class FSDP(DataParallel):
     def fsdp_params_of(self, module: FSDPModule) -> list[tuple[ParamShard, int]]:
         """Returns the parameter shards FSDP reduces for a module, in its order, with their padded sizes."""
         param_shards = {id(weight): param_shard for weight, param_shard in self.param_pairs}
-        return [
-            (param_shards[id(param.sharded_param)], param.padded_sharded_param_size.numel())
-            for group in param_groups(module) for param in group.fsdp_params
-        ]  # fmt: skip
+        return [(param_shards[id(param.sharded_param)], param.padded_sharded_param_size.numel())
+                for group in param_groups(module) for param in group.fsdp_params]  # fmt: skip
 
     def _all_reduce_replicas(self, module: FSDPModule, flat: Tensor) -> None:
         params = self.fsdp_params_of(module)
@@ -167,10 +165,8 @@ def uses_fsdp(layout: Layout) -> bool:
     return layout.shard > 1 and layout.zero > 1
 
 
-def make_data_parallel(
-    chains: list[Chain], layout: Layout, mesh: Mesh, precision: Precision, batch: BatchSplit,
-    gradient: GradientConfig, seed: int,
-) -> DataParallel:  # fmt: skip
+def make_data_parallel(chains: list[Chain], layout: Layout, mesh: Mesh, precision: Precision, batch: BatchSplit,
+                       gradient: GradientConfig, seed: int) -> DataParallel:  # fmt: skip
     compressor = None
     if gradient.compress and layout.data > 1:
         compressor = Compressor(CompressionSpec.parse(gradient.compress), seed, mesh.timer)

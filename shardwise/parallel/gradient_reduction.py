@@ -138,9 +138,8 @@ class Compressor:
         self.residual: dict[str, Tensor] = {}
         self.q_matrices: dict[str, Tensor] = {}
 
-    def reduce_scatter(
-        self, names: Sequence[str], rows: Sequence[Tensor], shapes: Sequence[torch.Size], axis: Axis
-    ) -> list[Tensor]:  # fmt: skip
+    def reduce_scatter(self, names: Sequence[str], rows: Sequence[Tensor], shapes: Sequence[torch.Size],
+                       axis: Axis) -> list[Tensor]:  # fmt: skip
         """Returns this rank's row of each weight, summed over ranks. `rows` are (ranks, size), zero-padded."""
         self.timer.bytes_sent["whole"] += sum(row.nbytes for row in rows) * (axis.size - 1) // axis.size
         if self.spec.kind == "powersgd":

@@ -77,10 +77,8 @@ def store_frozen(layer: Any, shard: ParamShard, model: Chain, seed: int) -> None
     store_weight(layer, weight)
 
 
-def parallelize(
-    prepared: Prepared, device: torch.device, memory: AbstractContextManager[Any] | None = None,
-    order: PipelineOrder | None = None,
-) -> Engine:  # fmt: skip
+def parallelize(prepared: Prepared, device: torch.device, memory: AbstractContextManager[Any] | None = None,
+                order: PipelineOrder | None = None) -> Engine:  # fmt: skip
     """Returns this rank's engine. Shards the prepared model in place, so a `Prepared` serves one engine.
 
     A dry run passes a `memory` context in which weights have shapes but no values; `schedule=auto` needs the `order`
@@ -126,10 +124,9 @@ def parallelize(
             chain.to_empty(device=device)
             if not fully_sharded:
                 chain.tie_weights()  # `to_empty` allocates tied weights separately; FSDP keeps them tied
-            configure_modules(
-                chain, job.model, device, precision.compute_dtype, pipelined=layout.pipeline > 1,
-                use_fp8=precision.use_fp8, loss_chunk_size=job.loss.chunk_size, aux_loss_scale=aux_loss_scale,
-            )  # fmt: skip
+            configure_modules(chain, job.model, device, precision.compute_dtype, pipelined=layout.pipeline > 1,
+                              use_fp8=precision.use_fp8, loss_chunk_size=job.loss.chunk_size,
+                              aux_loss_scale=aux_loss_scale)  # fmt: skip
             chain.configure(device, precision.compute_dtype, layout.tensor)
             context.apply(chain, layout, mesh, job.model.length, device)
             batch_norm.apply(chain, mesh["data"])

@@ -11,10 +11,8 @@ from torch import Tensor
 from shardwise.models.chain import Chain
 from shardwise.models.layers import parametrize
 
-COMPUTE_DTYPES = {
-    "float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
-    "fp8": torch.bfloat16,
-}  # fmt: skip
+COMPUTE_DTYPES = {"float64": torch.float64, "float32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
+                  "fp8": torch.bfloat16}  # fmt: skip
 
 
 class Precision:

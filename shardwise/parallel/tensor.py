@@ -205,7 +205,6 @@ def _apply_vocab_lookup(module: Any, axis: Axis) -> None:
 def _apply_vocab_head(module: Any, axis: Axis) -> None:
     _gather_input(module, axis)
     module.loss_chunk_size *= axis.size  # each rank computes only its part of the logits
-    module.vocab_shard = VocabShard(
-        module.first_row, all_reduce_max=lambda numbers: all_reduce(numbers, dist.ReduceOp.MAX, axis=axis),
-        all_reduce_sum=lambda numbers: all_reduce(numbers, axis=axis),
-    )  # fmt: skip
+    module.vocab_shard = VocabShard(module.first_row,
+                                    all_reduce_max=lambda numbers: all_reduce(numbers, dist.ReduceOp.MAX, axis=axis),
+                                    all_reduce_sum=lambda numbers: all_reduce(numbers, axis=axis))  # fmt: skip

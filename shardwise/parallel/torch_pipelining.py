@@ -31,11 +31,10 @@ from shardwise.layout import AUTO_SCHEDULES, Layout
 from shardwise.parallel.fsdp import finish_backward
 from shardwise.parallel.mesh import Mesh
 
-SCHEDULE_CLASSES = {
-    "gpipe": schedules.ScheduleGPipe, "1f1b": schedules.Schedule1F1B, "interleaved": schedules.ScheduleInterleaved1F1B,
-    "zero-bubble": schedules.ScheduleInterleavedZeroBubble, "zbv": schedules.ScheduleZBVZeroBubble,
-    "dualpipev": schedules.ScheduleDualPipeV,
-}  # fmt: skip
+SCHEDULE_CLASSES = {"gpipe": schedules.ScheduleGPipe, "1f1b": schedules.Schedule1F1B,
+                    "interleaved": schedules.ScheduleInterleaved1F1B,
+                    "zero-bubble": schedules.ScheduleInterleavedZeroBubble, "zbv": schedules.ScheduleZBVZeroBubble,
+                    "dualpipev": schedules.ScheduleDualPipeV}  # fmt: skip
 PipelineOrder = Mapping[int, Sequence[Any]]  # the actions of each pipeline rank, with the fields of PyTorch's `_Action`
 
 
@@ -156,11 +155,9 @@ def _set_fsdp_sync(root: FSDPModule, sync_gradients: bool, reshard: bool) -> Non
 class Pipeline:
     """Runs all micro-batches of a step through this rank's stages, in an order of PyTorch's or our own."""
 
-    def __init__(
-        self, modules: list[nn.Module], layout: Layout, mesh: Mesh, micro_batches: int,
-        first_input: Tensor, hidden_shape: tuple[int, ...], dtype: torch.dtype,
-        order: PipelineOrder | None = None,
-    ):  # fmt: skip
+    def __init__(self, modules: list[nn.Module], layout: Layout, mesh: Mesh, micro_batches: int,
+                 first_input: Tensor, hidden_shape: tuple[int, ...], dtype: torch.dtype,
+                 order: PipelineOrder | None = None):  # fmt: skip
         """`first_input`: the first stage's, on the meta device. `order` replaces the layout's schedule."""
         if order is None and layout.schedule in AUTO_SCHEDULES:
             raise LayoutError(f"schedule={layout.schedule} needs an `order`; pass a synthesized one to parallelize.")

@@ -257,11 +257,9 @@ class ShardedTables:
 
     Rows are numbered over all tables; a rank stores its own in the order of their numbers."""
 
-    def __init__(
-        self, tables: Sequence[TableSpec], shards: Sequence[TableShard], axis: Axis, dtype: torch.dtype,
-        optimizer: str = "adagrad", betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-        device: torch.device | str = "cpu", pin_memory: bool = False,
-    ):  # fmt: skip
+    def __init__(self, tables: Sequence[TableSpec], shards: Sequence[TableShard], axis: Axis, dtype: torch.dtype,
+                 optimizer: str = "adagrad", betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
+                 device: torch.device | str = "cpu", pin_memory: bool = False):  # fmt: skip
         assert len({table.width for table in tables}) == 1, "the tables of a model have rows of one width"
         self.tables, self.axis, self.dtype, self.device = list(tables), axis, dtype, torch.device(device)
         self.optimizer, self.betas, self.eps = optimizer, betas, eps
@@ -294,10 +292,8 @@ class ShardedTables:
         table, rows = self.tables[shard.table], slice(first, first + shard.num_rows)
         state = {key: value[rows] for key, value in self.state.items()}
         state |= {} if self.optimizer == "adagrad" else self.step_state
-        return TableParamShard(
-            table.name, self.storage[rows], torch.Size((table.rows, table.width)),
-            tables=self, shard=shard, first_row=first, state=state,
-        )  # fmt: skip
+        return TableParamShard(table.name, self.storage[rows], torch.Size((table.rows, table.width)),
+                               tables=self, shard=shard, first_row=first, state=state)  # fmt: skip
 
     def init_weights(self, seed: int) -> None:
         """Initializes the rows; the values depend on the seed alone, not on the placement."""
