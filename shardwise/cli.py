@@ -1,5 +1,6 @@
 """The command line: parses options, calls the package, prints the result."""
 
+import difflib
 import errno
 import io
 import json
@@ -318,12 +319,15 @@ def main() -> None:
                 sys.exit(0)
             key = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
             section, _, word = key.rpartition(".")
-            if word in KEYS or section in Job.model_fields:
+            fields = getattr(getattr(Job.model_fields.get(section), "annotation", None), "model_fields", {})
+            if section == "model" or word in fields or (word in KEYS and section not in Job.model_fields):
                 ours = key if section in Job.model_fields else word
                 message = f"No such option: --{key}; it is a key of the job: --set {ours}=..."
+            elif difflib.get_close_matches(f"--{key}", getattr(error, "possibilities", None) or (), cutoff=0.8):
+                pass  # an option was meant, which the message names
             elif message.startswith("Got unexpected extra argument"):
                 message += "; --set takes key=value, without spaces around ="
-            elif hint := job_hint(word):
+            elif hint := job_hint(key) or job_hint(word):
                 message = f"No such option: --{key}; keys of the job are set by --set key=value: {hint}"
             print(f"shardwise: {message}", file=sys.stderr)
             sys.exit(error.exit_code)

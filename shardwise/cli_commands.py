@@ -229,7 +229,7 @@ StepOption = Annotated[str, Option(help="Checkpoint: a step, or best; default: t
 def sample(
     run: Annotated[Path, Argument(help="Run folder with a checkpoint.")],
     prompt: Annotated[list[str] | None, Option(help="Text to continue; repeatable.")] = None,
-    tokens: Annotated[int, Option(min=1, help="Number of tokens to generate.")] = 256,
+    tokens: Annotated[int, Option(min=1, help="Tokens to generate; beyond model.sequence, from the last ones.")] = 256,
     temperature: Annotated[float, Option(min=0.0, help="Sampling temperature; 0 is greedy decoding.")] = 0.8,
     top_k: Annotated[int, Option(min=0, help="Choose among the K most likely tokens; 0: among all.")] = 0,
     top_p: Annotated[float, Option(min=0.0, help="Choose among tokens that together have this probability.")] = 1.0,

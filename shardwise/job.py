@@ -7,20 +7,21 @@ each other key means is in `job_keys.toml`, from which the reference page is mad
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal, cast
 
 import tomli_w
 from pydantic import Field, SerializeAsAny, ValidationError, field_validator
 
 from shardwise.console import format_count
-from shardwise.errors import JobError, LayoutError, job_hint, shorten, suggest
+from shardwise.errors import JobError, LayoutError, shorten
 from shardwise.files import parse_toml
+from shardwise.job_problems import describe_problems
 from shardwise.layout import Layout, divisible_batch
 from shardwise.models.config import ConfigSection, Count, ModelConfig
 from shardwise.models.family import Family
 from shardwise.models.gpt_family import DecoderConfig
 from shardwise.models.pretrained_config import mask_token, tokenizer_size
-from shardwise.models.registry import families, family_name, family_of, named_family, parse_model
+from shardwise.models.registry import family_name, family_of, parse_model
 
 _COMPRESSION = re.compile(r"|fp16|bf16|int8|onebit|topk:0?\.\d{0,9}[1-9]\d{0,9}|powersgd(:rank=[1-9]\d{0,4})?")
 _REPLACED_KEYS = {"batch.samples": "tokens", "batch.tokens": "samples", "steps": "tokens", "tokens": "steps"}
@@ -234,6 +235,17 @@ class Job(ConfigSection):
     def _choose_family(cls, values: Any) -> Any:
         return parse_model(values) if isinstance(values, Mapping) else values
 
+    @field_validator("layout")
+    @classmethod
+    def _parse_layout(cls, text: str) -> str:
+        try:
+            layout = Layout() if text == "auto" else Layout.parse(text)
+        except LayoutError as error:
+            raise ValueError(str(error)) from None
+        if layout.zero > layout.shard == 1:
+            raise ValueError(f"layout '{text}': zero={layout.zero} shards over shard=N, which is 1; set shard")
+        return text
+
     def model_post_init(self, context: Any) -> None:
         if self.steps is not None and self.tokens is not None:
             raise ValueError("set steps or tokens, not both")
@@ -250,14 +262,6 @@ class Job(ConfigSection):
             raise ValueError("model.eod_token_id is for text; with data.source = 'chat' use data.pack instead")
         if self.loss.dpo_beta and (self.data.source not in ("chat", "synthetic") or self.data.pack):
             raise ValueError('loss.dpo_beta needs data.source = "chat" with pairs of answers, and without data.pack')
-        if self.layout != "auto":
-            try:
-                layout = Layout.parse(self.layout)
-            except LayoutError as error:
-                raise ValueError(str(error)) from None
-            if layout.zero > layout.shard == 1:
-                problem = f"layout '{self.layout}': zero={layout.zero} shards over shard=N, which is 1"
-                raise ValueError(f"{problem}; set shard")
 
     @property
     def samples(self) -> int:
@@ -358,7 +362,8 @@ def make_job(values: Mapping[str, Any], origin: str = "the job") -> Job:
         raise JobError(f"{origin}: {error}.") from None
     if not problems:
         return job
-    raise JobError("\n".join(f"{origin}: {sentence}" for sentence in describe_problems(problems, family)))
+    sentences = describe_problems(problems, family, Job.model_fields)
+    raise JobError("\n".join(f"{origin}: {sentence}" for sentence in sentences))
 
 
 def _match_tokenizer(values: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:
@@ -395,65 +400,3 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
             raise JobError(f"--set {key}: {section!r} is a value, not a section.")
     section_values[leaf] = value
     section_values.pop(_REPLACED_KEYS.get(key, ""), None)
-
-
-def describe_problems(problems: Sequence[Any], family: str) -> list[str]:
-    """Returns pydantic's errors as one sentence per key; `family`: that of the job's model."""
-    messages: dict[str, list[str]] = {}
-    for index, problem in enumerate(problems := list(problems)):
-        if problem["type"] == "extra_forbidden" and isinstance(problem["input"], Mapping):
-            # Another framework's section, perhaps: its keys follow, if its answer does not answer them too.
-            told = job_hint(".".join(problem["loc"])) or job_hint(problem["loc"][-1]) or "there is no such section"
-            keys = [{**problem, "loc": (*problem["loc"], k), "input": v} for k, v in problem["input"].items()
-                    if told.startswith("there is no") or job_hint(k, v) or isinstance(v, Mapping)]  # fmt: skip
-            problems[index + 1 : index + 1] = keys
-        path, _, message = _format_problem(problem, family).partition(": ")
-        if message not in messages.setdefault(path, []):
-            messages[path].append(message)
-    # Pydantic reports each member of a union type as its own problem; join them into one sentence.
-    joined = {path: ", or ".join([*(t.rstrip(".") for t in texts[:-1]), texts[-1]]) for path, texts in messages.items()}
-    return [f"{path}: {text}".removesuffix(": ") for path, text in joined.items()]
-
-
-def _format_problem(problem: Any, family: str) -> str:
-    location = list(problem["loc"])
-    if problem["type"] == "extra_forbidden":
-        words = ".".join(map(str, location[-2:])), str(location[-1])
-        hint = next(filter(None, (job_hint(word, problem["input"]) for word in words)), "")
-        hint = hint or _suggest_key(location, family)
-        return f"unknown key {'.'.join(map(str, location))!r}; {hint}"
-    # For a union, pydantic appends the member type to the location.
-    type_names = ("bool", "int", "float", "str", "constrained-int", "constrained-float")
-    location = [part for part in location if part not in type_names and "[" not in str(part)]
-    path, message = ".".join(map(str, location)), problem["msg"].removeprefix("Value error, ").rstrip(".")
-    message += "" if message.endswith("?") else "."
-    if problem["type"] == "value_error":
-        return f"{path}: {message}" if path else message
-    if problem["type"] == "missing":
-        return f"{path}: a value is required."
-    if isinstance(problem["input"], Mapping) and path in Job.model_fields:
-        return f"{path}: it is a value, not a section; set {path} = ... above the first section."
-    if problem["type"] == "dict_type":
-        return f'{path} = {shorten(problem["input"])}: it needs a table, such as {{ name = "value" }}.'
-    if problem["type"] in ("model_type", "model_attributes_type"):
-        return f"{path} = {shorten(problem['input'])}: {path} is a section, not a value; set its keys below [{path}]."
-    return f"{path} = {shorten(problem['input']).replace(': ', ' = ')}: {message.replace('Input should', 'should')}"
-
-
-def _suggest_key(location: list[str | int], family: str) -> str:
-    """Suggests the key that was probably meant, and says which other model families have this key."""
-    *sections, key = map(str, location)
-    in_model = sections[:1] == ["model"]
-    keys: Any = (named_family(family).config if in_model else Job).model_fields
-    for section in sections[in_model:]:
-        kind = keys[section].annotation if section in keys else None
-        keys = next((one.model_fields for one in (kind, *get_args(kind)) if hasattr(one, "model_fields")), keys)
-    if sections and sections[0] not in Job.model_fields and key not in keys:
-        return "no key here has this name."
-    is_of_model = not sections and key in named_family(family).config.model_fields
-    suggestion = f"did you mean 'model.{key}'?" if is_of_model else suggest(key, keys)
-    candidates = families().items() if sections == ["model"] else ()
-    others = [repr(name) for name, other in candidates if key in other.config.model_fields]
-    if sections[:1] and sections[0] in Job.model_fields:
-        suggestion = suggestion.replace("mean '", f"mean '{'.'.join([*sections, ''])}")
-    return f"it is a key of {' and '.join(others)}, not of {family!r}; {suggestion}" if others else suggestion

@@ -123,6 +123,7 @@ def test_no_foreign_word_hides_a_key_of_ours() -> None:
 
 
 def test_all_problems_are_told_at_once() -> None:
+    assert problem({"precison": "bf16", "layout": "pipeline=2 tensro=2", "steps": -3}).count("\n") == 2
     message = problem({"stepps": 1, "optimizer": {"lr": -1}, "model": {"layers": 0}})
     assert message.count("\n") == 2
 

@@ -135,7 +135,7 @@ def test_sets_are_opened_before_anything_is_started(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
     sets = {"mine": str(tmp_path / "prose.txt")}
     run = start_job(make_job(values | {"validation": {"every": 2, "sets": sets}}), lambda text: None, strict=True)
-    assert not any(event["event"] == "warning" for event in run.events())
+    assert not any(event["event"] == "warning" for event in run.events())  # and --strict found none
     assert "mine" in list(run.metrics())[-1]["validation"]
 
 

@@ -268,7 +268,7 @@ def recommend_with_plan(fitted_law: FittedLaw, flops: float | None, days: float 
         "device_hours": plan.training_seconds / 3600 * plan.devices, "mfu": plan.mfu(plan.best),
         "planner_flops": plan.shape.flops(job.samples) * job.total_steps, "batch_samples": job.samples,
         "lr": job.optimizer.lr, "parameters": count_parameters(model, fitted_law.parameter_scope),
-        "model": {key: getattr(model, key) for key in (*SIZE_FIELDS, "init_std", "vocab", "sequence")},
+        "model": {key: getattr(model, key) for key in (*SIZE_FIELDS, "init_std", "vocab", "tied", "sequence")},
     }  # fmt: skip
     return result
 

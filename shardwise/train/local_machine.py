@@ -8,6 +8,7 @@ import ctypes
 import os
 import shutil
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,22 @@ from shardwise.planner.plan import Plan, count_parameters, make_estimator, make_
 FORKED_PROCESS_BYTES = 0.1 * GIB  # that a worker does not share with the process it was forked from
 MAX_COUNTS = 512  # process counts to try one by one; of a larger number, only powers of two below it
 MEMORY_TOLERANCE = 2.0  # a layout that the job names is refused beyond this: predictions err, but less than this
+
+
+def low_precision_slowdown(job: Job) -> float:
+    """Returns how many times longer than in float32 matmuls take in the job's precision: on a CPU without instructions
+    for it a hundred times and more. 1 for a GPU, and for float32 and float64."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(job.precision)
+    if dtype is None or pick_device(job) != "cpu":
+        return 1.0
+    seconds = {}
+    for kind in (torch.float32, dtype):
+        matrix = torch.ones(128, 128, dtype=kind)
+        matrix @ matrix
+        begin = time.perf_counter()
+        matrix @ matrix
+        seconds[kind] = time.perf_counter() - begin
+    return seconds[dtype] / seconds[torch.float32]
 
 
 def pick_device(job: Job) -> str:

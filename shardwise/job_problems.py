@@ -1,0 +1,69 @@
+"""What is wrong with a job, in sentences: pydantic's errors by key, with the key that was probably meant."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+from shardwise.errors import job_hint, shorten, suggest
+from shardwise.models.registry import families, named_family
+
+
+def describe_problems(problems: Sequence[Any], family: str, fields: Mapping[str, Any]) -> list[str]:
+    """Returns pydantic's errors as one sentence per key; `family`: that of the job's model, `fields`: the job's."""
+    messages: dict[str, list[str]] = {}
+    for index, problem in enumerate(problems := list(problems)):
+        if problem["type"] == "extra_forbidden" and isinstance(problem["input"], Mapping):
+            # Another framework's section, perhaps: its keys follow, if its answer does not answer them too.
+            told = job_hint(".".join(problem["loc"])) or job_hint(problem["loc"][-1]) or "there is no such section"
+            keys = [{**problem, "loc": (*problem["loc"], k), "input": v} for k, v in problem["input"].items()
+                    if told.startswith("there is no") or job_hint(k, v) or isinstance(v, Mapping)]  # fmt: skip
+            problems[index + 1 : index + 1] = keys
+        path, _, message = _format_problem(problem, family, fields).partition(": ")
+        if message not in messages.setdefault(path, []):
+            messages[path].append(message)
+    # Pydantic reports each member of a union type as its own problem; join them into one sentence.
+    joined = {path: ", or ".join([*(t.rstrip(".") for t in texts[:-1]), texts[-1]]) for path, texts in messages.items()}
+    return [f"{path}: {text}".removesuffix(": ") for path, text in joined.items()]
+
+
+def _format_problem(problem: Any, family: str, fields: Mapping[str, Any]) -> str:
+    location = list(problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        words = ".".join(map(str, location[-2:])), str(location[-1])
+        hint = next(filter(None, (job_hint(word, problem["input"]) for word in words)), "")
+        hint = hint or _suggest_key(location, family, fields)
+        return f"unknown key {'.'.join(map(str, location))!r}; {hint}"
+    # For a union, pydantic appends the member type to the location.
+    type_names = ("bool", "int", "float", "str", "constrained-int", "constrained-float")
+    location = [part for part in location if part not in type_names and "[" not in str(part)]
+    path, message = ".".join(map(str, location)), problem["msg"].removeprefix("Value error, ").rstrip(".")
+    message += "" if message.endswith("?") else "."
+    if problem["type"] == "value_error":
+        return f"{path}: {message}" if path not in ("", "layout") else message
+    if problem["type"] == "missing":
+        return f"{path}: a value is required."
+    if isinstance(problem["input"], Mapping) and path in fields:
+        return f"{path}: it is a value, not a section; set {path} = ... above the first section."
+    if problem["type"] == "dict_type":
+        return f'{path} = {shorten(problem["input"])}: it needs a table, such as {{ name = "value" }}.'
+    if problem["type"] in ("model_type", "model_attributes_type"):
+        return f"{path} = {shorten(problem['input'])}: {path} is a section, not a value; set its keys below [{path}]."
+    return f"{path} = {shorten(problem['input']).replace(': ', ' = ')}: {message.replace('Input should', 'should')}"
+
+
+def _suggest_key(location: list[str | int], family: str, fields: Mapping[str, Any]) -> str:
+    """Suggests the key that was probably meant, and says which other model families have this key."""
+    *sections, key = map(str, location)
+    in_model = sections[:1] == ["model"]
+    keys: Any = named_family(family).config.model_fields if in_model else fields
+    for section in sections[in_model:]:
+        kind = keys[section].annotation if section in keys else None
+        keys = next((one.model_fields for one in (kind, *get_args(kind)) if hasattr(one, "model_fields")), keys)
+    if sections and sections[0] not in fields and key not in keys:
+        return "no key here has this name."
+    is_of_model = family and not sections and key in named_family(family).config.model_fields
+    suggestion = f"did you mean 'model.{key}'?" if is_of_model else suggest(key, keys)
+    candidates = families().items() if sections == ["model"] else ()
+    others = [repr(name) for name, other in candidates if key in other.config.model_fields]
+    if sections[:1] and sections[0] in fields:
+        suggestion = suggestion.replace("mean '", f"mean '{'.'.join([*sections, ''])}")
+    return f"it is a key of {' and '.join(others)}, not of {family!r}; {suggestion}" if others else suggestion
