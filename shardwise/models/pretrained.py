@@ -78,7 +78,8 @@ def reference_decoder(config: DecoderConfig) -> nn.Module | None:
 
     values = make_config(config) | {"attn_implementation": "eager", "experts_implementation": "eager"}
     dropouts = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if kind == "gpt2" else {}
-    theirs = transformers.AutoConfig.for_model(**{**values, **dropouts})
+    ends = {"bos_token_id": None, "eos_token_id": None}  # theirs would be beyond a small vocabulary
+    theirs = transformers.AutoConfig.for_model(**{**values, **dropouts, **ends})
     model: Any = transformers.AutoModelForCausalLM.from_config(theirs).double()
     if config.positions == "rotary":
         frequencies = rope_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
