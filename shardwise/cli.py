@@ -290,6 +290,23 @@ def data(
     return Answer(lines, "\n".join(lines))
 
 
+def _say_where_it_goes(error: Any, message: str) -> str:
+    """Returns what to tell of a wrong option: it may be a key of the job, or of another framework's."""
+    if message.startswith("Got unexpected extra argument"):
+        return f"{message}; --set takes key=value, without spaces around ="
+    key = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
+    section, _, word = key.rpartition(".")
+    fields = getattr(getattr(Job.model_fields.get(section), "annotation", None), "model_fields", {})
+    if section == "model" or word in fields or (word in KEYS and section not in Job.model_fields):
+        ours = key if section in Job.model_fields else word
+        return f"No such option: --{key}; it is a key of the job: --set {ours}=..."
+    is_misspelt = difflib.get_close_matches(f"--{key}", getattr(error, "possibilities", None) or (), cutoff=0.8)
+    hint = job_hint(key) or job_hint(word)
+    if is_misspelt or not hint:
+        return message
+    return f"No such option: --{key}; keys of the job are set by --set key=value: {hint}"
+
+
 def main() -> None:
     """Runs the command line. Prints expected errors as a sentence, without a traceback."""
     for stream in (sys.stdout, sys.stderr):  # a file name or a run's text may have characters that the terminal has not
@@ -317,18 +334,6 @@ def main() -> None:
         if hasattr(error, "show") and hasattr(error, "exit_code"):  # a wrong option or argument
             if not (message := error.format_message()):  # type: ignore[attr-defined]  # the command line was empty, and help is printed
                 sys.exit(0)
-            key = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
-            section, _, word = key.rpartition(".")
-            fields = getattr(getattr(Job.model_fields.get(section), "annotation", None), "model_fields", {})
-            if section == "model" or word in fields or (word in KEYS and section not in Job.model_fields):
-                ours = key if section in Job.model_fields else word
-                message = f"No such option: --{key}; it is a key of the job: --set {ours}=..."
-            elif difflib.get_close_matches(f"--{key}", getattr(error, "possibilities", None) or (), cutoff=0.8):
-                pass  # an option was meant, which the message names
-            elif message.startswith("Got unexpected extra argument"):
-                message += "; --set takes key=value, without spaces around ="
-            elif hint := job_hint(key) or job_hint(word):
-                message = f"No such option: --{key}; keys of the job are set by --set key=value: {hint}"
-            print(f"shardwise: {message}", file=sys.stderr)
+            print(f"shardwise: {_say_where_it_goes(error, message)}", file=sys.stderr)
             sys.exit(error.exit_code)
         raise
