@@ -68,7 +68,7 @@ def test_machines_read_it_too(tmp_path: Path, monkeypatch, capsys) -> None:
 
 
 @pytest.mark.parametrize(("words", "sentence"), [
-    (["job.toml", "--set", "model.layer=3"], "did you mean 'layers'?"), (["jobs.toml"], "jobs.toml does not exist."),
+    (["job.toml", "--set", "model.layer=3"], "did you mean 'model.layers'?"), (["jobs.toml"], "does not exist."),
     (["job.toml", "--set", "data.source=text", "--set", "data.path=none.txt"], "none.txt"),
 ])  # fmt: skip
 def test_what_cannot_be_tuned_is_a_sentence(words: list[str], sentence: str, tmp_path, monkeypatch, capsys) -> None:

@@ -95,7 +95,7 @@ def init_distributed(world_size: int, job: Job, store: str | None = None) -> tor
         count = torch.cuda.device_count()
         device, is_shared = torch.device("cuda", local_rank % count), local_world_size > count
         torch.cuda.set_device(device)
-    else:
+    elif not dist.is_initialized():  # a world that was forked has one thread per process: its pools do not survive
         torch.set_num_threads(max(1, core_count() // local_world_size))
     if world_size > 1 and not dist.is_initialized():
         forbid_pickles()
