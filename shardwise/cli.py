@@ -17,8 +17,9 @@ from typer import Argument, Option
 from shardwise import __version__, cli_commands, quick_import
 from shardwise.cli_commands import Commands, JobFile, JsonFlag, LayoutOption, Overrides
 from shardwise.console import Answer, make_table, print_answer, print_line
-from shardwise.errors import EXIT_UNFINISHED, JobError, ShardwiseError, job_hint
+from shardwise.errors import EXIT_UNFINISHED, JobError, ShardwiseError
 from shardwise.job import Job, load_job
+from shardwise.peer_words import job_hint
 
 KEYS = {key for key in Job.model_fields if key not in ("model", "data", "batch", "optimizer", "run")}
 app = Commands(

@@ -432,9 +432,10 @@ def laws_recommend(
     from shardwise.laws.budget import recommend_text, recommend_with_plan
     from shardwise.laws.fit import published_law, read_fitted_law
 
-    if cost is not None and not (cost and price and devices and days is None):
-        raise JobError("--cost is a budget instead of --days; it needs --price, --devices and --cluster.")
-    days = days if not (cost and price and devices) else cost / price / devices / 24
+    if cost is not None:
+        if not (cost and price and devices and days is None):
+            raise JobError("--cost is a budget instead of --days; it needs --price, --devices and --cluster.")
+        days = cost / price / devices / 24
     fitted_law = published_law() if law is None else read_fitted_law(law)
     with malformed_as_data_error(law or Path("the built-in law")):
         result = recommend_with_plan(fitted_law, flops, days, devices, cluster, overrides or [])

@@ -77,9 +77,8 @@ def _read_presets() -> tuple[dict[str, DeviceSpec], dict[str, Cluster]]:
     for name, values in presets["clusters"].items():
         inner, outer = (LinkSpec(bandwidth * GB, latency) for bandwidth, latency in (values["inner"], values["outer"]))
         device = devices[values["device"]]
-        measured = presets["measured"].get(device.family, {})
-        measured = measured if device.family in ("cpu", "tpu") else presets["measured"]["gpu"] | measured
-        options = values.get("topology", "switch"), measured
+        of_all_gpus = {} if device.family in ("cpu", "tpu") else presets["measured"]["gpu"]
+        options = values.get("topology", "switch"), of_all_gpus | presets["measured"].get(device.family, {})
         clusters[name] = Cluster(device, values["domain_size"], inner, outer, *options)
     return devices, clusters
 
@@ -93,9 +92,8 @@ def find_cluster(name: str) -> Cluster:
         return CLUSTERS[name]
     path = Path(name)
     if path.suffix != ".toml" and not path.exists():
-        shorter = max((known for known in CLUSTERS if name.lower().startswith(known)), key=len, default=name)
-        near = suggest(shorter, CLUSTERS)
-        raise JobError(f"unknown cluster {name!r}: {near} Or give a file of `shardwise calibrate`.")
+        near = max((known for known in CLUSTERS if name.lower().startswith(known)), key=len, default=name)
+        raise JobError(f"unknown cluster {name!r}: {suggest(near, CLUSTERS)} Or give a file of `shardwise calibrate`.")
     return read_cluster(path)
 
 

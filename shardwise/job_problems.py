@@ -3,8 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
-from shardwise.errors import job_hint, shorten, suggest
+from shardwise.errors import shorten, suggest
 from shardwise.models.registry import families, named_family
+from shardwise.peer_words import job_hint
 
 
 def describe_problems(problems: Sequence[Any], family: str, fields: Mapping[str, Any]) -> list[str]:
@@ -13,7 +14,7 @@ def describe_problems(problems: Sequence[Any], family: str, fields: Mapping[str,
     for index, problem in enumerate(problems := list(problems)):
         if problem["type"] == "extra_forbidden" and isinstance(problem["input"], Mapping):
             # Another framework's section, perhaps: its keys follow, if its answer does not answer them too.
-            told = job_hint(".".join(problem["loc"])) or job_hint(problem["loc"][-1]) or "there is no such section"
+            told = _hint(problem["loc"]) or "there is no such section"
             keys = [{**problem, "loc": (*problem["loc"], k), "input": v} for k, v in problem["input"].items()
                     if told.startswith("there is no") or job_hint(k, v) or isinstance(v, Mapping)]  # fmt: skip
             problems[index + 1 : index + 1] = keys
@@ -25,12 +26,16 @@ def describe_problems(problems: Sequence[Any], family: str, fields: Mapping[str,
     return [f"{path}: {text}".removesuffix(": ") for path, text in joined.items()]
 
 
+def _hint(location: Sequence[str | int], value: object = "") -> str:
+    """Returns our form of another framework's key, looked up with its section first; empty if it is unknown."""
+    words = ".".join(map(str, location[-2:])), str(location[-1])
+    return next(filter(None, (job_hint(word, value) for word in words)), "")
+
+
 def _format_problem(problem: Any, family: str, fields: Mapping[str, Any]) -> str:
     location = list(problem["loc"])
     if problem["type"] == "extra_forbidden":
-        words = ".".join(map(str, location[-2:])), str(location[-1])
-        hint = next(filter(None, (job_hint(word, problem["input"]) for word in words)), "")
-        hint = hint or _suggest_key(location, family, fields)
+        hint = _hint(location, problem["input"]) or _suggest_key(location, family, fields)
         return f"unknown key {'.'.join(map(str, location))!r}; {hint}"
     # For a union, pydantic appends the member type to the location.
     type_names = ("bool", "int", "float", "str", "constrained-int", "constrained-float")
@@ -62,8 +67,7 @@ def _suggest_key(location: list[str | int], family: str, fields: Mapping[str, An
         return "no key here has this name."
     is_of_model = family and not sections and key in named_family(family).config.model_fields
     suggestion = f"did you mean 'model.{key}'?" if is_of_model else suggest(key, keys)
-    candidates = families().items() if sections == ["model"] else ()
-    others = [repr(name) for name, other in candidates if key in other.config.model_fields]
-    if sections[:1] and sections[0] in fields:
+    if sections and sections[0] in fields:
         suggestion = suggestion.replace("mean '", f"mean '{'.'.join([*sections, ''])}")
+    others = [repr(n) for n, one in families().items() if sections == ["model"] and key in one.config.model_fields]
     return f"it is a key of {' and '.join(others)}, not of {family!r}; {suggestion}" if others else suggestion

@@ -14,7 +14,8 @@ from itertools import islice
 from math import ceil, floor, isqrt, prod
 
 from shardwise.console import pluralize
-from shardwise.errors import LayoutError, layout_hint, shorten, suggest
+from shardwise.errors import LayoutError, shorten, suggest
+from shardwise.peer_words import layout_hint
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor")  # mesh dimensions, outermost first
 DEGREES = (*AXES, "expert")  # expert folds over shard x context (x tensor): it is not a mesh dimension

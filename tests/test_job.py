@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.errors import JOB_WORDS, LAYOUT_WORDS, JobError
+from shardwise.errors import JobError
 from shardwise.job import Job, load_job, make_job
 from shardwise.layout import Layout
 from shardwise.models.config import PRESETS
 from shardwise.models.registry import BUILT_IN
+from shardwise.peer_words import JOB_WORDS, LAYOUT_WORDS
 
 
 def problem(values: dict[str, object]) -> str:

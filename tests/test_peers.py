@@ -19,9 +19,10 @@ from test_train import losses, train
 
 import shardwise
 from shardwise.cluster import find_cluster
-from shardwise.errors import JOB_WORDS, LAYOUT_WORDS, LayoutError, job_hint, layout_hint
+from shardwise.errors import LayoutError
 from shardwise.job import BatchConfig, Job, make_job
 from shardwise.layout import AXES, Layout
+from shardwise.peer_words import JOB_WORDS, LAYOUT_WORDS, job_hint, layout_hint
 from shardwise.planner.plan import make_plan
 from shardwise.verify.command import shrink_model
 

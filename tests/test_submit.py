@@ -111,7 +111,7 @@ def known_keys(value: Any, path: str = "") -> set[str]:
         (["--slurm", "--nodes", "2", "--gpus-per-node", "8"], "do not fill 2 nodes of 8 GPUs; change the layout."),
         (["--slurm", "--set", "layout=shard=4 micro_batch=3"], "cannot run a global batch of"),
         (["--slurm", "--nodes", "2", "--time", "24hours"], "--time 24hours: write 90m, 24h or 2d"),
-        (["--slurm", "--nodes", "2", "--gpus-per-node", "1"], "which do not fill 2 nodes of 1 GPUs; use --nodes 4."),
+        (["--slurm", "--nodes", "2", "--gpus-per-node", "1"], "which do not fill 2 nodes of 1 GPU; use --nodes 4."),
     ],
 )
 def test_what_cannot_be_submitted_is_a_sentence(folder: Path, words: list[str], sentence: str) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from shardwise.errors import JOB_WORDS, LAYOUT_WORDS
 from shardwise.files import parse_toml
 from shardwise.job import Job
 from shardwise.models.gpt_family import DecoderConfig
+from shardwise.peer_words import JOB_WORDS, LAYOUT_WORDS
 
 FLAGS: dict[str, str] = parse_toml((Path(__file__).parent / "peers.toml").read_text(encoding="utf-8"))
 ANSWERS = {word: text for table in (LAYOUT_WORDS, JOB_WORDS) for text, words in table.items() for word in words.split()}

@@ -17,10 +17,12 @@ import numpy as np
 from shardwise.console import pluralize
 from shardwise.data import chat, criteo, images
 from shardwise.data.chat_template import CHATML_TOKENS, load_template
+from shardwise.data.image_files import ImageFiles, index_folder, index_shards
 from shardwise.data.images import IMAGE_SIZE, NUM_CLASSES, ImageAugmentation
 from shardwise.data.input_files import BadRecords, DataFile, DataRecord
 from shardwise.data.sample_stream import Mixture, Source, Subset, SyntheticTokens, job_stream
-from shardwise.data.text import STREAM, describe_source, encode_files, find_files, load_or_train_bpe, source_by_name
+from shardwise.data.table_files import STREAM
+from shardwise.data.text import describe_source, encode_files, find_files, load_or_train_bpe, source_by_name
 from shardwise.data.token_file import RAW_DTYPES, TokenFile, TokenWindows, open_raw_token_file, open_token_file
 from shardwise.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, parse_bpe_size, tokenizer_fingerprint
 from shardwise.errors import DataError
@@ -122,11 +124,11 @@ def _image_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataR
     def find_images(path: str) -> tuple[Sequence[Path], np.ndarray]:
         folder = Path(path).expanduser()
         if path and folder.is_dir() and not any(".tar" in file.suffixes for file in folder.iterdir()):
-            paths, index = images.index_folder(record.take([folder])[0].path, model.num_classes)
+            paths, index = index_folder(record.take([folder])[0].path, model.num_classes)
         else:
             files, new = record.take(find_files("images", path)), BadRecords(bad_records.skip)
             paths, cached = [file.path for file in files], cache / _cache_key(job.data, files, str(model.num_classes))
-            encode = partial(images.index_shards, files, model.num_classes, new, cached / "index.npy")
+            encode = partial(index_shards, files, model.num_classes, new, cached / "index.npy")
             index = _open_or_encode(cached, partial(np.load, cached / "index.npy"), encode, bad_records, new)
         return paths, index[Permutation(len(index), "images")(np.arange(len(index)))]  # files are sorted by class
 
@@ -137,7 +139,8 @@ def _image_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataR
         paths, index = find_images(path)
         kept = len(index) - _num_held_out(len(index), job.data.validation_fraction)
         parts = [(paths, index[:kept]), (paths, index[kept:])]
-    return images.ImageFiles(*parts[0], model, bad_records, augment), images.ImageFiles(*parts[1], model, bad_records)
+    options = model, bad_records
+    return ImageFiles(*parts[0], *options, augment), ImageFiles(*parts[1], *options)
 
 
 def _token_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataRecord) -> Sources:

@@ -5,11 +5,9 @@
                (WebDataset) one per sample: its .txt file, or else the field `data.text_field` of its .json file
     jsonl      like text, but each line is a JSON object whose field `data.text_field` is a document
     parquet    rows of tables, whose column `data.text_field` is a document
-    datasets   the same of Arrow files that `Dataset.save_to_disk` of Hugging Face writes, or of a streamed dataset:
-               `stream:NAME?split=train&name=CONFIG&revision=COMMIT`, with the options of `load_dataset`
+    datasets   the same of Arrow files and streamed datasets
 
-Text files are read in chunks of at most 2 x CHUNK_CHARS characters that end at line breaks where possible.
-A stream cannot go back, so its first `data.samples` rows are read once, into the run's token file."""
+Text files are read in chunks of at most 2 x CHUNK_CHARS characters that end at line breaks where possible."""
 
 import glob
 import io
@@ -23,20 +21,19 @@ from contextlib import suppress
 from itertools import accumulate, chain, groupby, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import parse_qsl
 
 import numpy as np
 
 from shardwise.console import pluralize
 from shardwise.data.input_files import DECOMPRESSORS, BadRecords, DataFile, DataRecord
+from shardwise.data.table_files import STREAM, read_rows, stream_rows
 from shardwise.data.token_file import RAW_DTYPES, write_token_arrays
 from shardwise.data.tokenizer import Tokenizer, load_tokenizer, parse_bpe_size, train_bpe
 from shardwise.errors import DataError, shorten, suggest
-from shardwise.files import import_extra, os_errors_as, require_parent_folder
+from shardwise.files import os_errors_as, require_parent_folder
 from shardwise.job import DataConfig
 
 CHUNK_CHARS = 1 << 20
-STREAM = "stream:"
 MAX_BPE_TRAINING_BYTES = 128 << 20  # sampled evenly, to train BPE on; more takes hours and hardly changes it
 ENCODE_BATCH_CHARS = 8 << 20  # characters per call of the tokenizer
 TAR = re.compile(rf"\.tar({'|'.join(map(re.escape, DECOMPRESSORS))})?$")
@@ -146,36 +143,6 @@ def _read_text_file(extent: DataFile) -> Iterator[TextChunk]:
 def _read_lines(extent: DataFile) -> Iterator[tuple[str, Any]]:
     with extent.open() as file:
         yield from ((f"{extent.path}, line {number}", line) for number, line in enumerate(file, 1) if line.strip())
-
-
-def read_rows(path: Path, field: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the rows of a file, each with words that say where it is; of the columns only `field`."""
-    arrow, parquet = (import_extra(name, "arrow", str(path)) for name in ("pyarrow", "pyarrow.parquet"))
-    number, is_parquet = 0, path.suffix == ".parquet"
-    try:
-        table = parquet.ParquetFile(path) if is_parquet else arrow.ipc.open_stream(arrow.memory_map(str(path)))
-        names = (table.schema_arrow if is_parquet else table.schema).names
-        if field not in names:
-            raise DataError(f"{path} has no column {field!r} (data.text_field); {suggest(field, names)}")
-        for batch in table.iter_batches(1000, columns=[field]) if is_parquet else table:
-            for number, text in enumerate(batch.column(field).to_pylist(), start=number + 1):  # noqa: B020
-                yield f"{path}, row {number}", {field: text}
-    except (arrow.ArrowException, UnicodeDecodeError) as error:
-        place, reason = f" after row {number:,}" if number else "", shorten(str(error).splitlines()[0])
-        raise DataError(f"{path} cannot be read as a table{place}: {reason}. Write or copy it again.") from None
-
-
-def stream_rows(data: DataConfig) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields the first `data.samples` rows of a dataset on the Hub, or of a folder, without downloading the rest."""
-    if "samples" not in data.model_fields_set:
-        raise DataError(f"data.path = {data.path!r} may be endless; set data.samples to the number of rows to take.")
-    name, _, query = data.path.removeprefix(STREAM).partition("?")
-    datasets, options = import_extra("datasets", "datasets", data.path), {"split": "train", **dict(parse_qsl(query))}
-    try:
-        rows = islice(datasets.load_dataset(name, streaming=True, **options), data.samples)
-        yield from ((f"{data.path}, row {number}", row) for number, row in enumerate(rows, start=1))
-    except Exception as error:  # of the library, the network or a file: hundreds of kinds
-        raise DataError(f"data.path = {data.path!r}: {type(error).__name__}: {shorten(str(error))}.") from None
 
 
 def _read_tar(extent: DataFile, field: str) -> Iterator[tuple[str, Any]]:

@@ -39,7 +39,8 @@ def write_job(out: Path, given: Mapping[str, str | None], ask: Any) -> Iterator[
              "is_run": (start / "job.toml").is_file()}  # fmt: skip
     # As large models have it: Llama 3's of 8B, 70B and 405B parameters have 3e-4, 1.5e-4 and 8e-5.
     named = {"model": {"name": answers["model"]}} if answers["task"] == "pretrain" and answers["model"] else {}
-    found["lr"] = f"{min(1e-3, 0.6 * shape_of(make_job(named).model).parameters ** (-1 / 3)):.1e}".replace("e-0", "e-")
+    lr = 0.6 * shape_of(make_job(named, str(out)).model).parameters ** (-1 / 3)
+    found["lr"] = f"{min(1e-3, lr):.1e}".replace("e-0", "e-")
     text = fill_in(TEMPLATES / f"init-{answers['task']}.toml", {"out": str(out), **answers, **found})
     make_job(parse_toml(text), str(out))
     write_text(out, text + "\n")

@@ -18,6 +18,7 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
+from shardwise.console import pluralize
 from shardwise.errors import JobError
 from shardwise.files import write_text
 from shardwise.job import load_job
@@ -66,7 +67,7 @@ class Submission:
             per_node = gpus or max(1, world // nodes)
             if world != nodes * per_node:
                 remedy = f"use --nodes {world // gpus}" if gpus and not world % gpus else "change the layout"
-                kind = f"{nodes} nodes{f' of {gpus} GPUs' if gpus else ''}"
+                kind = pluralize(nodes, "node") + (f" of {pluralize(gpus, 'GPU')}" if gpus else "")
                 raise JobError(f"layout '{layout}' has {world} processes, which do not fill {kind}; {remedy}.")
         text = fill(KINDS[self.kind][0], self._values() | {"command": command})
         write_text(self.path, text)
