@@ -26,7 +26,8 @@ def error(found: torch.Tensor, right: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_products_and_gradients(device: str) -> None:
+def test_products_and_gradients(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "MIN_WEIGHTS", 0)
     x, weight, grad = factors(64, 128, 96, device)
     y = fp8.linear(x, weight, None)
     y.backward(grad)
@@ -38,6 +39,24 @@ def test_products_and_gradients(device: str) -> None:
     assert 0.005 < error(weight.grad, gradient.T @ wide) < 0.06
     rows = ((y.detach().double().cpu() - right).norm(dim=1) / right.norm(dim=1)).max()
     assert rows < 0.08  # small rows are as good as large ones
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("shape", [(64, 128), (100, 144), (16, 16), (272, 48)])
+def test_transposed_and_rounded_at_once(device: str, shape: tuple[int, int]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x8, row_scale = fp8.quantize_rows(x)
+    found = fp8.transpose_to_fp8(x8.to(device)).cpu()
+    assert found.is_contiguous() and torch.equal(found.float(), x8.float().t())
+    for factor in (row_scale / row_scale.amax(), torch.logspace(-1, 1, shape[1]).unsqueeze(0)):
+        found = fp8.transpose_to_fp8(x.to(device), factor.to(device)).cpu()
+        right = (x.float() * factor).t().to(fp8.E4M3)
+        assert found.is_contiguous() and (found.float() == right.float()).float().mean() > 0.99
+        # A number halfway between two may fall to either; the smallest are 2**-9 apart.
+        assert torch.allclose(found.float(), right.float(), rtol=0.13, atol=2**-9)
+    found, scale = fp8.quantize_columns(x.to(device))
+    right, right_scale = fp8.quantize_rows(x.t())
+    assert torch.allclose(scale.cpu(), right_scale) and (found.cpu().float() == right.float()).float().mean() > 0.99
 
 
 def test_sides_that_8_bits_cannot_have() -> None:

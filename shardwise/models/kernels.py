@@ -95,6 +95,37 @@ def _quantize_rows_kernel(x, stride, quantized, scale, size, dtype_max, BLOCK: t
         tl.store(quantized + first + offsets, scaled.to(quantized.dtype.element_ty), mask=in_bounds)
 
 
+def transpose_to_fp8_triton(x: Tensor, factor: Tensor | None) -> Tensor:
+    """Returns `(x * factor).T` in e4m3. In PyTorch: `shardwise.models.fp8.transpose_to_fp8`."""
+    rows, columns = x.shape
+    transposed = torch.empty(columns, rows, dtype=torch.float8_e4m3fn, device=x.device)
+    out = transposed if factor is not None else transposed.view(torch.uint8)
+    x = x.contiguous() if factor is not None else x.contiguous().view(torch.uint8)
+    _transpose_kernel[(triton.cdiv(rows, 64), triton.cdiv(columns, 128))](
+        x, out if factor is None else factor.contiguous(), out, rows, columns, HAS_FACTOR=factor is not None,
+        PER_ROW=factor is not None and factor.shape[1] == 1, ROWS=64, COLUMNS=128, num_warps=4,
+    )  # fmt: skip
+    return transposed
+
+
+@triton.jit
+def _transpose_kernel(  # type: ignore[no-untyped-def]
+    x, factor, transposed, rows, columns, HAS_FACTOR: tl.constexpr, PER_ROW: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    in_bounds = (row < rows)[:, None] & (column < columns)[None, :]
+    values = tl.load(x + row[:, None] * columns + column[None, :], mask=in_bounds, other=0)
+    if HAS_FACTOR:
+        if PER_ROW:
+            values = values.to(tl.float32) * tl.load(factor + row, mask=row < rows, other=0.0)[:, None]
+        else:
+            values = values.to(tl.float32) * tl.load(factor + column, mask=column < columns, other=0.0)[None, :]
+    values = tl.trans(values.to(transposed.dtype.element_ty))
+    tl.store(transposed + column[:, None] * rows + row[None, :], values, mask=tl.trans(in_bounds))
+
+
 def fused_adamw_(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, compute_param: Tensor | None,
                  step: Tensor, lr_tensor: Tensor, group: dict[str, Any], grad_scale: Tensor | None,
                  found_inf: Tensor | None) -> None:  # fmt: skip

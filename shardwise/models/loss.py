@@ -66,7 +66,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros_like(weight, dtype=dtype) if ctx.needs_input_grad[1] else None  # None: frozen
         weight8 = None
         if use_fp8 and needs_grad and fp8.can_use_fp8(x[:chunk_size], weight) and fp8.can_use_fp8(x, weight):
-            weight8 = fp8.quantize_rows(weight.t())
+            weight8 = fp8.quantize_columns(weight)
         chunks = [slice(first, first + chunk_size) for first in range(0, x.shape[0], chunk_size)]
         weights: Tensor | None = None
         if weigh is not None:

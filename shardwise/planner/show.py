@@ -19,7 +19,7 @@ MEMORY_NOTE = (
     "buffers: weights gathered by zero=3, what stages receive; reserve: fragmentation, driver, kernels; gradients 0.0: "
     "they are allocated as activations are freed."
 )
-FP8_NOTE = "fp8's rates are of other systems' runs; ours was 1.2 to 1.3 times as fast as bf16 (1.5B to 8B, one H200)."
+FP8_NOTE = "fp8's rates are of other systems' runs; ours was 1.2 to 1.4 times as fast as bf16 (1.5B to 8B, one H200)."
 
 
 def show_plan(plan: Plan, console: Console, price: float | None = None) -> None:

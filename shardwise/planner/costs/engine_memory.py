@@ -75,6 +75,8 @@ class EngineModel:
             # The block's input, the residual after attention, one norm, rotated keys; and gathered matmul inputs.
             saved_all = shared + 2 * hidden_bytes + (2 * gathered_hidden_bytes - hidden_bytes if t > 1 else 0.0)
             saved_all += kv / 2 if m.positions == "rotary" else 0.0
+        widths = {"qkv": m.width, "out": m.heads * m.head_dim / t, "up": m.width, "down": m.ffn / t}
+        fp8_matrices = [(widths.get(name.split(".")[-2], 0), numel) for name, numel in params["block"].items()]
         return BlockSizes(
             sizes["embed"], sizes["block"], sizes["head"], lm_head if m.tied else 0,
             largest_param=max(numel for numels in params.values() for numel in numels.values()), lm_head=lm_head,
@@ -84,7 +86,7 @@ class EngineModel:
             saved_common=shared + gathered_inputs,
             pending_weight_grad=num_up_projections * hidden + query + kv + 2 * gathered_hidden_bytes + 4 * hidden_bytes,
             logits=self.master_itemsize * tokens * m.vocab / t, tokens=layout.micro_batch * m.sequence,
-            fp8_weights=sum(numel for numel in params["block"].values() if self.use_fp8 and numel >= MIN_WEIGHTS),
+            fp8_inputs=tokens * sum(width for width, numel in fp8_matrices if self.use_fp8 and numel >= MIN_WEIGHTS),
         )  # fmt: skip
 
     def min_memory(self, layout: Layout, ranks: Sequence[StageLayers], micro_batches: int, state_bytes: float) -> float:
@@ -174,7 +176,7 @@ class BlockSizes(NamedTuple):
     pending_weight_grad: float  # bytes of output gradients kept between the halves of a split backward
     logits: float  # bytes of all logits in the master dtype
     tokens: float  # tokens per micro-batch
-    fp8_weights: int  # bytes of a block's 8-bit weights, which its forward saves for the backward
+    fp8_inputs: float  # bytes of the 8-bit inputs of a block's matmuls, which its forward saves for the backward
 
 
 class _PeakCandidates:
@@ -188,7 +190,7 @@ class _PeakCandidates:
         # Bytes per weight of the compute copy made in each forward, and of a new gradient before accumulation.
         makes_compute_copy = engine.is_mixed_precision and not self.fsdp and not self.keeps_compute_copy
         self.compute_copy_itemsize = s if makes_compute_copy else 0
-        self.block_copies = self.compute_copy_itemsize * k.block + k.fp8_weights
+        self.block_copies = self.compute_copy_itemsize * k.block + k.fp8_inputs
         self.grad_itemsize = w if not engine.is_mixed_precision else s if self.keeps_compute_copy else s + w
         # Bytes per weight while the weight half of a split backward computes a gradient: the gradient and, in mixed
         # precision, its cast and that of the matrix before, which PyTorch's loop still references.
@@ -214,7 +216,7 @@ class _PeakCandidates:
         if self.engine.compiles_blocks(self.layout):
             # The compiler recomputes the FFN's hidden activation, and holds the gradients of both its inputs at once.
             block += (2 if self.engine.model.activation == "swiglu" else 1) * k.ffn_hidden
-        block += k.ffn_hidden if k.fp8_weights else 0.0  # both operands of a weight gradient in 8 bits, transposed
+        block += k.ffn_hidden if k.fp8_inputs else 0.0  # both operands of a weight gradient in 8 bits, transposed
         # The most that each stage's backward needs.
         backward_bytes = []
         for stage in self.stages:
