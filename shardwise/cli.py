@@ -19,7 +19,8 @@ from shardwise.cli_commands import Commands, JobFile, JsonFlag, LayoutOption, Ov
 from shardwise.console import Answer, make_table, print_answer, print_line
 from shardwise.errors import EXIT_UNFINISHED, JobError, ShardwiseError
 from shardwise.job import Job, load_job
-from shardwise.peer_words import job_hint
+from shardwise.models.registry import families
+from shardwise.peer_words import BY_COMMAND_WORD, job_hint
 
 KEYS = {key for key in Job.model_fields if key not in ("model", "data", "batch", "optimizer", "run")}
 app = Commands(
@@ -295,17 +296,26 @@ def _say_where_it_goes(error: Any, message: str) -> str:
     """Returns what to tell of a wrong option: it may be a key of the job, or of another framework's."""
     if message.startswith("Got unexpected extra argument"):
         return f"{message}; --set takes key=value, without spaces around ="
-    key = getattr(error, "option_name", "").lstrip("-").replace("-", "_")
+    if message.startswith("No such command") and (command := BY_COMMAND_WORD.get(message.split("'")[1].lower())):
+        return f"{message.partition('.')[0]}; did you mean {command}?"
+    if not message.startswith("No such option"):
+        return message
+    option = error.option_name
+    key = option.lstrip("-").replace("-", "_")
     section, _, word = key.rpartition(".")
     fields = getattr(getattr(Job.model_fields.get(section), "annotation", None), "model_fields", {})
-    if section == "model" or word in fields or (word in KEYS and section not in Job.model_fields):
+    if section == "model":
+        fields = {name for family in families().values() for name in family.config.model_fields}
+    if word in fields or (word in KEYS and section not in Job.model_fields):
         ours = key if section in Job.model_fields else word
-        return f"No such option: --{key}; it is a key of the job: --set {ours}=..."
-    is_misspelt = difflib.get_close_matches(f"--{key}", getattr(error, "possibilities", None) or (), cutoff=0.8)
+        return f"No such option: {option}; it is a key of the job: --set {ours}=..."
+    is_misspelt = difflib.get_close_matches(f"--{key}", error.possibilities or (), cutoff=0.8)
     hint = job_hint(key) or job_hint(word)
-    if is_misspelt or not hint:
-        return message
-    return f"No such option: --{key}; keys of the job are set by --set key=value: {hint}"
+    if hint and hint.endswith("."):
+        return f"No such option: {option}; {hint}"
+    if not is_misspelt and (hint or (near := difflib.get_close_matches(word, KEYS, 1, 0.8))):
+        return f"No such option: {option}; keys of the job are set by --set key=value: {hint or f'--set {near[0]}=...'}"
+    return message
 
 
 def main() -> None:

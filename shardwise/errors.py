@@ -41,11 +41,12 @@ class RunError(ShardwiseError):
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """Returns a clause that suggests the known word closest to a mistyped one, or lists them (thirty at most)."""
+    """Returns a clause that suggests the known words that begin with a given one or, if none does, the one closest to
+    it; or lists them all (thirty at most)."""
     known = list(known)
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    if close:
-        return f"did you mean {close[0]!r}?"
+    begun = [one for one in known if len(word) > 2 and one.startswith(word.lower())]
+    if close := begun[:3] or difflib.get_close_matches(word, known, n=1, cutoff=0.6):
+        return f"did you mean {' or '.join(map(repr, close))}?"
     return f"known: {', '.join(known[:30])}{', ...' if len(known) > 30 else '.'}"
 
 

@@ -331,7 +331,8 @@ def load_job(path: Path | None, overrides: Sequence[str] = ()) -> Job:
             remedy = f"; `shardwise init --data {path}` writes a job for a folder of data" if path.is_dir() else ""
             raise JobError(f"the job file {path} cannot be read: {error.strerror}{remedy}.") from None
         except ValueError as error:
-            raise JobError(f"{path} is not valid TOML: {error}.") from None
+            remedy = " A job is a TOML file; docs/how-to has DeepSpeed's keys beside ours." * (path.suffix == ".json")
+            raise JobError(f"{path} is not valid TOML: {error}.{remedy}") from None
     for override in overrides:
         _apply_override(values, override)
     return make_job(values, str(path) if path else "the job")

@@ -7,6 +7,11 @@ from shardwise.errors import shorten, suggest
 from shardwise.models.registry import families, named_family
 from shardwise.peer_words import job_hint
 
+IS_OFF = "it is switched off; leave it out."
+PLAINER = {", unable to interpret input": "", ", unable to parse string as an integer": "", "a valid string": "text",
+           "a valid boolean": "true or false", "a valid integer": "a whole number",
+           "a valid tuple": "a list in [ ]"}  # fmt: skip
+
 
 def describe_problems(problems: Sequence[Any], family: str, fields: Mapping[str, Any]) -> list[str]:
     """Returns pydantic's errors as one sentence per key; `family`: that of the job's model, `fields`: the job's."""
@@ -14,10 +19,10 @@ def describe_problems(problems: Sequence[Any], family: str, fields: Mapping[str,
     for index, problem in enumerate(problems := list(problems)):
         if problem["type"] == "extra_forbidden" and isinstance(problem["input"], Mapping):
             # Another framework's section, perhaps: its keys follow, if its answer does not answer them too.
-            told = _hint(problem["loc"]) or "there is no such section"
+            told = _hint(problem["loc"], problem["input"]) or "there is no such section"
             keys = [{**problem, "loc": (*problem["loc"], k), "input": v} for k, v in problem["input"].items()
                     if told.startswith("there is no") or job_hint(k, v) or isinstance(v, Mapping)]  # fmt: skip
-            problems[index + 1 : index + 1] = keys
+            problems[index + 1 : index + 1] = keys if not told.startswith(("leave it out", IS_OFF)) else []
         path, _, message = _format_problem(problem, family, fields).partition(": ")
         if message not in messages.setdefault(path, []):
             messages[path].append(message)
@@ -28,6 +33,8 @@ def describe_problems(problems: Sequence[Any], family: str, fields: Mapping[str,
 
 def _hint(location: Sequence[str | int], value: object = "") -> str:
     """Returns our form of another framework's key, looked up with its section first; empty if it is unknown."""
+    if isinstance(value, Mapping) and value.get("enabled") is False:
+        return IS_OFF
     words = ".".join(map(str, location[-2:])), str(location[-1])
     return next(filter(None, (job_hint(word, value) for word in words)), "")
 
@@ -41,6 +48,8 @@ def _format_problem(problem: Any, family: str, fields: Mapping[str, Any]) -> str
     type_names = ("bool", "int", "float", "str", "constrained-int", "constrained-float")
     location = [part for part in location if part not in type_names and "[" not in str(part)]
     path, message = ".".join(map(str, location)), problem["msg"].removeprefix("Value error, ").rstrip(".")
+    for theirs, ours in PLAINER.items():
+        message = message.replace(theirs, ours)
     message += "" if message.endswith("?") else "."
     if problem["type"] == "value_error":
         return f"{path}: {message}" if path not in ("", "layout") else message
@@ -51,7 +60,8 @@ def _format_problem(problem: Any, family: str, fields: Mapping[str, Any]) -> str
     if problem["type"] == "dict_type":
         return f'{path} = {shorten(problem["input"])}: it needs a table, such as {{ name = "value" }}.'
     if problem["type"] in ("model_type", "model_attributes_type"):
-        return f"{path} = {shorten(problem['input'])}: {path} is a section, not a value; set its keys below [{path}]."
+        name = f", such as {path}.name" * ("name" in getattr(fields[path].annotation, "model_fields", {}))
+        return f"{path} = {shorten(problem['input'])}: it is a section, not a value; set its keys below [{path}]{name}."
     return f"{path} = {shorten(problem['input']).replace(': ', ' = ')}: {message.replace('Input should', 'should')}"
 
 

@@ -65,16 +65,17 @@ class Layout:
         for axis in DEGREES:
             degree = getattr(self, axis)
             if not 1 <= degree <= MAX_WORLD:
-                raise LayoutError(f"{axis}={shorten(degree)}: a degree must be at least 1 and at most {MAX_WORLD:,}.")
+                limits = f'at least 1 and at most {MAX_WORLD:,}; layout = "auto" lets the planner choose'
+                raise LayoutError(f"{axis}={shorten(degree)}: a degree must be {limits}.")
         if self.world > MAX_WORLD:
             raise LayoutError(f"layout '{self}' has {self.world:,} processes; a world has at most {MAX_WORLD:,}.")
         if self.schedule not in SCHEDULES:
-            hint = layout_hint(self.schedule) or suggest(self.schedule, SCHEDULES)
+            hint = layout_hint(self.schedule) or suggest(self.schedule.lower(), SCHEDULES)
             raise LayoutError(f"schedule={self.schedule}: unknown schedule; {hint}")
         if self.context_method not in CONTEXT_METHODS:
             raise LayoutError(f"context_method={self.context_method}: {suggest(self.context_method, CONTEXT_METHODS)}")
         if self.zero not in (1, 2, 3):
-            raise LayoutError(f"zero={self.zero}: the ZeRO stage must be 1, 2 or 3.")
+            raise LayoutError(f"zero={self.zero}: the ZeRO stage must be 1, 2 or 3; without ZeRO, write replicate=N.")
         if not 0 <= self.micro_batch <= MAX_SAMPLES:
             limits = f"at least 1 sample and at most {MAX_SAMPLES:,}"
             raise LayoutError(f"micro_batch={shorten(self.micro_batch)}: a micro-batch must have {limits}.")
@@ -156,14 +157,15 @@ class Layout:
         """Parses the text form: key=value words separated by spaces."""
         fields = {field.name: field for field in dataclasses.fields(cls)}
         values: dict[str, object] = {}
-        for word in text.split():
-            key, equals, value = word.partition("=")
+        words = [(word, *word.partition("=")) for word in text.split()]
+        for word, key, equals, _ in words:
             if not equals:
                 ending = f"; {hint}" if (hint := layout_hint(key)) else "."
                 raise LayoutError(f"layout {shorten(text)}: {shorten(word)} is not of the form key=value{ending}")
-            if key not in fields:
-                hint = layout_hint(key, value) or suggest(key, fields)
-                raise LayoutError(f"layout {shorten(text)}: unknown key {key!r}; {hint}")
+        if unknown := {key: value for _, key, _, value in words if key not in fields}:
+            hints = [f"unknown key {k!r}; {layout_hint(k, v) or suggest(k, fields)}" for k, v in unknown.items()]
+            raise LayoutError(f"layout {shorten(text)}: {' '.join(hints)}")
+        for _, key, _, value in words:
             if key in values:
                 raise LayoutError(f"layout {shorten(text)}: {key} is set twice; set it once.")
             is_text = key in ("schedule", "recompute", "context_method")

@@ -10,6 +10,7 @@ _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="
 LAYOUT_WORDS, JOB_WORDS = _TABLES["layout"], _TABLES["job"]
 _BY_LAYOUT_WORD = {word: answer for answer, words in LAYOUT_WORDS.items() for word in words.split()}
 _BY_JOB_WORD = {word: answer for answer, words in JOB_WORDS.items() for word in words.split()}
+BY_COMMAND_WORD = {word: answer for answer, words in _TABLES["command"].items() for word in words.split()}
 
 
 def layout_hint(key: str, value: str = "") -> str | None:

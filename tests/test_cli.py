@@ -14,6 +14,9 @@ import typer
 
 import shardwise
 from shardwise.cli import app, main
+from shardwise.errors import JobError, LayoutError
+from shardwise.job import load_job
+from shardwise.layout import Layout
 from shardwise.verify.parity import VerifyResult
 
 
@@ -126,3 +129,49 @@ def test_completion(shell: str) -> None:
     command = [sys.executable, "-c", "from shardwise.cli import main; import sys; sys.argv = ['shardwise']; main()"]
     done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
     assert "train" in done.stdout and not done.stderr, done
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [("plan --layout", "Option '--layout' requires an argument."),
+     ("train --model.converters float8", '--set key=value: did you mean precision = "fp8"?'),
+     ("train --model.layers 3", "No such option: --model.layers; it is a key of the job: --set model.layers=..."),
+     ("train --nnodes 2", "No such option: --nnodes; use the command line: shardwise submit"),
+     ("train --step 5", "--set steps=..."),
+     ("plan --gpus 64", "a plan has --devices"),
+     ("dryrun --cluster h100", "--cluster of plan and train"),
+     ("plan --cluster a100 --devices 8", "did you mean 'a100-40g' or 'a100-80g'?"),
+     ("run job.toml", "No such command 'run'; did you mean train?"),
+     ("plan --set optimizer.betas=0.9,0.999", "should be a list in [ ]."),
+     ("plan --set compile=inductor", "should be true or false, or should be 'auto'."),
+     ("plan --set optimizer=adam", "set its keys below [optimizer], such as optimizer.name."),
+     ("plan --layout shard=-1", 'layout = "auto" lets the planner choose.'),
+     ("plan --layout zero=0", "write replicate=N."),
+     ("plan --layout schedule=ZB1P", "did you mean schedule=zero-bubble?"),
+     ("plan --set comms_logger=1", "leave it out; nothing here needs it.")],
+)  # fmt: skip
+def test_what_someone_from_elsewhere_types(words: str, answer: str, capsys: pytest.CaptureFixture[str],
+                                           monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    assert call(monkeypatch, *words.split()) == 2
+    assert answer in capsys.readouterr().err
+
+
+def test_all_unknown_keys_of_a_layout_are_told() -> None:
+    with pytest.raises(LayoutError, match="'dp_shard'; did you mean shard=2 zero=3.*'tp'; did you mean tensor=2"):
+        Layout.parse("dp_shard=2 tp=2 schedule=1f1b")
+
+
+def test_sections_of_deepspeed(tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    job.write_text(
+        "fp16 = { enabled = false }\naio = { block_size = 4096 }\nscheduler = { params = { warmup_max_lr = 1.0 } }\n"
+        "zero_optimization = { offload_optimizer = { device = 'cpu' } }\n"
+    )
+    with pytest.raises(JobError) as error:
+        load_job(job)
+    text = str(error.value)
+    assert "'fp16'; it is switched off" in text and "block_size" not in text and "run.device" not in text
+    assert "'scheduler.params.warmup_max_lr'; did you mean optimizer.lr?" in text
+    (tmp_path / "ds.json").write_text("{}")
+    with pytest.raises(JobError, match="A job is a TOML file"):
+        load_job(tmp_path / "ds.json")

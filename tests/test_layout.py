@@ -70,7 +70,7 @@ def test_text_form(text: str, shown: str) -> None:
         ("fsdp=2", r"did you mean shard=2 zero=3\?"),
         ("fsdp", r"'fsdp' is not of the form key=value; did you mean shard=N zero=3\?"),
         ("hsdp=4", r"did you mean replicate=N shard=4 zero=3\?"),
-        ("dp_shard=-1", r"did you mean shard=N\?"),
+        ("dp_shard=-1", r"did you mean shard=N zero=3"),
         ("tensor-model-parallel-size=2", r"did you mean tensor=2\?"),
         ("ulysses=2", r"did you mean context=2 context_method=ulysses\?"),
         ("zero_stage=3", r"did you mean zero=3\?"),

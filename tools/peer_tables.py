@@ -20,7 +20,7 @@ LAYOUT_ANSWERS = {text.replace("{n}", "N") for text in LAYOUT_WORDS}
 CODE = re.compile(
     r"shardwise train --resume RUN_FOLDER|shardwise train JOB.toml --node K/N --address HOST:PORT"
     r"|shardwise submit JOB.toml --slurm|shardwise trace|--\w+|[a-z_]+=[\w,.-]*\w(?: [a-z_]+=[\w,.-]*\w)*"
-    r'|[a-z_]+\.[a-z_]+(?: = [\w"]+)?|precision = "\w+"|micro_batch'
+    r'|[a-z_]+\.[a-z_]+(?: = [\w"@]+)?|precision = "\w+"|micro_batch'
 )
 GROUPS = {
     "Layout": "layout", "Batch and length of a run": "batch steps tokens", "Optimizer": "optimizer",

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
@@ -54,6 +55,7 @@ def run_worker(
     A standby worker blocks in `standby_gate` until the current workers have ended. On a CPU it first joins the process
     group and builds the model, if that is small; on a GPU it leaves the device to the current workers."""
     rank = int(os.environ.get("RANK", "0"))
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # the launcher has warned of slow bf16, in a line
     prepared = engine = None
     if standby_gate is not None:
         prepared = prepare(folder.job(), layout)
