@@ -114,6 +114,23 @@ def test_drift_command(exported: tuple[RunFolder, Path], tmp_path: Path, capsys:
             run_drift(*arguments)
 
 
+def test_a_profile_skips_bad_records_and_says_what_it_lacks(tmp_path: Path) -> None:
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("{bad\n" + "".join(json.dumps({"text": f"{n} and more of it" * 3}) + "\n" for n in range(99)))
+    run = train_run(tmp_path / "run", data={"source": "jsonl", "path": str(corpus), "on_bad_record": "skip"})
+    export = lambda out: list(hand_over(run.path, tmp_path / out, "", "auto", 10**9, False, False, []))  # noqa: E731
+    assert len(export("full")) == 1 and "holds histograms" in (tmp_path / "full/README.md").read_text()
+    assert read_profile(tmp_path / "full/data-profile.json")["columns"]["length"]["rows"] == 99
+    assert run_drift(str(tmp_path / "full/data-profile.json"), str(corpus)) == 0
+    corpus.rename(tmp_path / "moved.jsonl")
+    _, told = export("empty")
+    card = (tmp_path / "empty/README.md").read_text()
+    assert told.startswith("no data profile: data.path = ")
+    assert "no such file" in card and "holds histograms" not in card
+    with pytest.raises(UserError, match="has no histograms.*no such file"):
+        run_drift(str(tmp_path / "empty/data-profile.json"), str(tmp_path / "moved.jsonl"))
+
+
 def load_benchmark() -> Any:
     spec = importlib.util.spec_from_file_location("drift_benchmark", ROOT / "benchmarks" / "drift.py")
     assert spec is not None and spec.loader is not None
@@ -196,7 +213,7 @@ def test_profile_is_written_without_the_data(tmp_path: Path) -> None:
     assert tokenizer.decode(list(text.encode())) == text
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert (model.config.bos_token_id, model.config.eos_token_id, model.generation_config.eos_token_id) == (None, 0, 0)
-    with pytest.raises(UserError, match="no column"):
+    with pytest.raises(UserError, match="has no histograms"):
         drift(tmp_path / "out" / "data-profile.json", str(tmp_path / "out" / "data-profile.json"))
 
 

@@ -53,7 +53,8 @@ def text_passages(job: Job, path: str = "") -> Iterator[str]:
         if data.mix or (path and not Path(name).is_dir()):
             source, name = source_by_name(name)  # type: ignore[assignment]
         part = data.model_copy(update={"source": source, "path": name})
-        for chunk in read_chunks(part, DataRecord().take(find_files(source, name))):
+        bad_records = BadRecords(data.on_bad_record == "skip")
+        for chunk in read_chunks(part, DataRecord().take(find_files(source, name)), bad_records):
             size = PASSAGE_BYTES if source in ("text", "stdlib") else len(chunk.text)
             yield from (chunk.text[at : at + size] for at in range(0, len(chunk.text), size))
 
@@ -171,11 +172,13 @@ def read_profile(path: Path) -> dict[str, Any]:
         for column in found["columns"].values():
             bins = len(column["edges"]) - 1 if "edges" in column else len(column["categories"]) + 1
             assert len(column["counts"]) == bins
-        return found  # type: ignore[no-any-return]
+        if found["columns"]:
+            return found  # type: ignore[no-any-return]
     except OSError as error:
         raise JobError(f"{path} cannot be read: {error.strerror}.") from None
     except (ValueError, KeyError, TypeError, AttributeError, AssertionError):
         raise DataError(f"{path} is no data profile; give the data-profile.json of an export.") from None
+    raise DataError(f"{path} has no histograms, since the export could not read the data: {found.get('problem')}")
 
 
 def drift(profile: Path, new: str, threshold: float = THRESHOLD, page: Path | None = None) -> list[ColumnDrift]:

@@ -100,14 +100,15 @@ def _write_beside(folder: RunFolder, export: Export, out: Path, checked: str, me
         columns, problem = {}, str(error)
     tokens = {"name": "gpt", "vocab": max(2, job.model.vocab_size), "sequence": job.model.text_window}
     model = tokens if job.model.sample_kind == "tokens" else job.model.model_dump(exclude={"weights", "lora"})
-    data = {"source": "text" if job.data.mix else job.data.source, "text_field": job.data.text_field}
+    data = job.data.model_dump(include={"source", "text_field", "on_bad_record"})
+    data |= {"source": "text"} if job.data.mix else {}
     profile = {"version": 1, "model": model, "data": data, "columns": columns, "problem": problem}
     if checked and (out / "config.json").exists() and (job.model.is_causal_lm or job.model.targets_are_text):
         decoder = LocalDecoder(export.load(torch.float32), export.job.model)
         told = _write_reference(folder, decoder, out, tokenizer)
         profile["quantiles"] = _loss_quantiles(folder, decoder)
     write_text(out / "data-profile.json", json.dumps(profile))
-    facts = _facts(folder, export, merge)
+    facts = _facts(folder, export, merge) | {"problem": problem}
     write_text(out / "README.md", fill_in(ASSETS / "card.md", facts) + "\n")
     if not (out / PROGRAM).exists():  # of which MLflow knows nothing
         write_text(out / "MLmodel", fill_in(ASSETS / "MLmodel", facts) + "\n")
@@ -120,7 +121,7 @@ def _write_beside(folder: RunFolder, export: Export, out: Path, checked: str, me
              "sha256": {path.name: _sha256(path) for path in hashed}, "data_bytes_and_hashes": data_files,
              "gates": job.export.gates, **{k: facts[k] for k in ("layouts", "metrics")}}  # fmt: skip
     write_text(out / "proof.json", json.dumps(proof, indent=1) + "\n")
-    return told
+    return f"{told}\nno data profile: {problem}" if problem else told
 
 
 def _write_tokenizer_config(out: Path, tokenizer: Tokenizer, length: int) -> None:

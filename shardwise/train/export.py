@@ -272,7 +272,7 @@ def export_run(run: Path, out: Path, step: str | None, dtype: str, max_file_byte
         temporary.rename(out)  # of which nothing is left to remove
     amount = f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
     yield f"exported: step {export.step} of {run} to {out}, {amount} in {dtype_name(export.dtype)}."
-    yield from filter(None, (checked, added))
+    yield from filter(None, (checked, *added.splitlines()))
 
 
 def _folder_dtype(job: Job) -> torch.dtype:
