@@ -57,7 +57,9 @@ def test_folder_has_card_proof_profile_and_reference(exported: tuple[RunFolder, 
     assert len(reference["greedy_ids"]) >= 8 and smoke_test(out) == ""
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     assert tokenizer.decode(reference["greedy_ids"]) == reference["text"] and tokenizer.eos_token == "<|end|>"
-    quantiles = read_profile(out / "data-profile.json")["quantiles"]
+    profile = read_profile(out / "data-profile.json")
+    quantiles = profile["quantiles"]
+    assert profile["samples"] == "held-out"
     assert all(len(values) == 21 and values == sorted(values) for values in quantiles.values())
     assert 0.0 < quantiles["entropy"][10] < np.log(300) and quantiles["loss"][0] < loss < quantiles["loss"][20]
     assert "pipeline_model_type: " in (out / "MLmodel").read_text()
@@ -69,6 +71,14 @@ def test_metrics_of_the_last_step_and_of_the_last_validation(tmp_path: Path) -> 
     for number, axis, more in ((1, "tensor", {"validation": {"loss": 3.0}}), (2, "replicate", {}), (3, "world", {})):
         folder.log_metrics({"step": number, "loss": 2.0, "wait_seconds": {axis: 0.5}, **more})
     assert measured(folder, 2) == {"step": 2, "loss": 2.0, "wait_seconds.replicate": 0.5, "validation.loss": 3.0}
+
+
+def test_quantiles_of_a_run_without_held_out_samples_are_of_training(tmp_path: Path) -> None:
+    data = {"source": "text", "path": str(tmp_path / "corpus.txt"), "validation_fraction": 0.0}
+    run = train_run(tmp_path / "run", data=data)
+    list(hand_over(run.path, tmp_path / "out", "", "float32", 10**9, True, False, []))
+    profile = read_profile(tmp_path / "out/data-profile.json")
+    assert profile["samples"] == "training" and len(profile["quantiles"]["loss"]) == 21
 
 
 def test_smoke_test_finds_changed_weights(exported: tuple[RunFolder, Path], tmp_path: Path) -> None:

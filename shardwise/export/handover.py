@@ -106,7 +106,7 @@ def _write_beside(folder: RunFolder, export: Export, out: Path, checked: str, me
     if checked and (out / "config.json").exists() and (job.model.is_causal_lm or job.model.targets_are_text):
         decoder = LocalDecoder(export.load(torch.float32), export.job.model)
         told = _write_reference(folder, decoder, out, tokenizer)
-        profile["quantiles"] = _loss_quantiles(folder, decoder)
+        profile["quantiles"], profile["samples"] = _loss_quantiles(folder, decoder)
     write_text(out / "data-profile.json", json.dumps(profile))
     facts = _facts(folder, export, merge) | {"problem": problem}
     write_text(out / "README.md", fill_in(ASSETS / "card.md", facts) + "\n")
@@ -138,17 +138,17 @@ def _write_tokenizer_config(out: Path, tokenizer: Tokenizer, length: int) -> Non
 
 
 @torch.no_grad()
-def _loss_quantiles(folder: RunFolder, decoder: LocalDecoder) -> dict[str, list[float]]:
+def _loss_quantiles(folder: RunFolder, decoder: LocalDecoder) -> tuple[dict[str, list[float]], str]:
     """Returns 21 quantiles of the loss and of the entropy of the model's predictions, over the tokens of held-out
-    samples; of training samples, if none are held out."""
+    samples, or of training samples if none are held out; and which of the two."""
     job = folder.job()
     if job.loss.dpo_beta:
-        return {}
+        return {}, "none"
     job = job.model_copy(update={"data": job.data.model_copy(update={"pack": False})})
     try:
         training, held_out, _ = folder.sources(job)
     except (DataError, JobError):  # the data is elsewhere
-        return {}
+        return {}, "none"
     source = held_out if len(held_out) else training
     samples = job_stream(job, source, shuffle=False).read(np.arange(min(PROFILED_SAMPLES, len(source))))
     losses, entropies = [], []
@@ -157,8 +157,9 @@ def _loss_quantiles(folder: RunFolder, decoder: LocalDecoder) -> dict[str, list[
         log_probs = decoder.logits(tokens.unsqueeze(0))[0, counts].float().log_softmax(-1)
         losses.append(-log_probs.gather(1, targets[counts].unsqueeze(1)).squeeze(1))
         entropies.append(-(log_probs.exp() * log_probs).sum(1))
-    return {name: np.quantile(torch.cat(values).numpy(), np.linspace(0.0, 1.0, 21)).tolist()
-            for name, values in (("loss", losses), ("entropy", entropies))}  # fmt: skip
+    quantiles = {name: np.quantile(torch.cat(values).numpy(), np.linspace(0.0, 1.0, 21)).tolist()
+                 for name, values in (("loss", losses), ("entropy", entropies))}  # fmt: skip
+    return quantiles, "held-out" if len(held_out) else "training"
 
 
 @torch.no_grad()
