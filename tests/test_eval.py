@@ -276,6 +276,7 @@ def test_lm_eval_gets_the_same_numbers_from_run_and_folder(kind: str, metrics: s
     (["--tasks", "field.yaml"], "does not fit a record"),
     (["--tasks", "code.yaml"], "is unsafe"),
     (["--data", "held.jsonl", "--layout", "pipeline=9"], "stages"),
+    (["--data", "held.jsonl", "--set", "model.layers=1"], "model.layers: a trained model keeps its keys"),
 ])  # fmt: skip
 def test_errors_are_sentences(
     arguments: list[str], message: str, run: RunFolder, tmp_path: Path, monkeypatch: Any
@@ -289,6 +290,14 @@ def test_errors_are_sentences(
     (tmp_path / "field.yaml").write_text("task: a\ndata: capitals.jsonl\ndoc_to_text: '{{nothing}}'")
     with pytest.raises(UserError, match=message):
         app(["eval", str(run.path), *arguments], standalone_mode=False)
+
+
+def test_a_folder_keeps_the_keys_of_its_model(run: RunFolder, tmp_path: Path) -> None:
+    list(export_run(run.path, tmp_path / "out", "", "float64", 10**9))
+    for path in (run.path, tmp_path / "out"):
+        assert LanguageModel(path, overrides=["model.sequence=12", "precision=float64"]).length == 12
+        with pytest.raises(JobError, match="model.norm_eps"):
+            LanguageModel(path, overrides=["model.norm_eps=0.1"])
 
 
 def test_command_prints_json(run: RunFolder, tmp_path: Path, capsys: Any, monkeypatch: Any) -> None:

@@ -33,11 +33,15 @@ from shardwise.train.run_folder import RunFolder
 from shardwise.train.warm_start import load_into
 
 MAX_LENGTH = 4096  # tokens at once of a folder whose model can take more
+MODEL_KEYS = "model.sequence", "model.eod_token_id"  # those that weights do not fix
 Encoded = tuple[list[int], list[int]]  # the tokens of a context and of its continuation
 
 
 def load_eval_job(path: Path, overrides: Sequence[str] = ()) -> Job:
     """Returns the job of a run, or one for the model of a folder."""
+    for key in (override.partition("=")[0].strip() for override in overrides):
+        if key.partition(".")[0] == "model" and key not in MODEL_KEYS:
+            raise JobError(f"--set {key}: a trained model keeps its keys; eval sets only {' and '.join(MODEL_KEYS)}.")
     if (path / "job.toml").is_file():
         return load_job(path / "job.toml", overrides)
     if not (path / "config.json").is_file():
