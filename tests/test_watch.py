@@ -560,6 +560,20 @@ def test_layouts_of_a_resumed_run_are_not_mixed(tmp_path: Path) -> None:
         next(line for line in time_table(RunData(folder).segment(-1)) if "tensor" in line)
 
 
+@pytest.mark.parametrize(("last", "words"), [(4, r"1 s \(last layout\)"), (10, "unknown")])
+def test_a_comparison_tells_speeds_of_the_last_layout(last: int, words: str, tmp_path: Path) -> None:
+    """After 4 of 10 steps or after all of them, the run is resumed in another layout."""
+    events = [{"time": 100.0, "event": "started", "layout": "shard=2", "step": 0},
+              {"time": 105.0, "event": "resumed", "layout": "tensor=2", "step": last}]  # fmt: skip
+    steps = [step(n, 100.0 + n, 1.0) for n in range(1, 11)]
+    folders = [str(write_run(tmp_path / name, steps, events[:count])) for name, count in (("one", 1), ("two", 2))]
+    shown = CliRunner().invoke(app, ["compare", *folders]).output
+    assert re.search(rf"mean step time *│1 s *│{words} *│", shown) and "nan" not in shown
+    one, two = json.loads(CliRunner().invoke(app, ["compare", *folders, "--json"]).output)["rows"]
+    assert "(last layout)" not in " ".join(one) and two[7:9].count(None) == (2 if last == 10 else 0)
+    assert (page_data(RunData(Path(folders[1])))["summary"][0] == "No step was made in this layout.") == (last == 10)
+
+
 def test_the_step_time_is_what_its_causes_add_up_to(tmp_path: Path) -> None:
     """Steps of one, two and three seconds: the mean is two, the median of the last ones is not."""
     folder = write_run(tmp_path / "run", [step(n, 100.0 + n, 1.0) for n in range(1, 11)], [])

@@ -193,7 +193,7 @@ def rank_alerts(run: RunData) -> list[dict[str, Any]]:
 def summary_sentences(run: RunData, good: Goodput) -> list[str]:
     """Returns the summary of a run: step time breakdown, alerts, slow axes and goodput, a sentence each."""
     if not run.steps:
-        return ["No step has been measured yet."]
+        return ["No step was made in this layout." if run.last_record else "No step has been measured yet."]
     shares, step = sorted(time_shares(run).items(), key=lambda item: -item[1]), step_seconds(run)
     named = [(category_label(*key), share) for key, share in shares if share >= 0.01]
     named.append(("everything else", 1.0 - sum(share for _, share in named)))
@@ -281,14 +281,15 @@ def compare(paths: list[Path], known: list[RunData] | None = None) -> dict[str, 
     return {"runs": curves, "headers": list(HEADERS), "rows": rows, "differences": differences(runs)}
 
 
-def _compared_row(run: RunData) -> list[str]:
+def _compared_row(run: RunData) -> list[str | None]:
     loss, validations = recent_median(run.column("loss"), 10), run.events_of_kind("validation")
     validation_loss = validations[-1].get("loss") if validations else None
-    values = figures(run.segment(-1))
-    step, units = values["step_seconds"] or np.nan, values["units"] or np.nan
+    values, place = figures(run.segment(-1)), " (last layout)" if len(run.segments()) > 1 else ""
+    step, units = values["step_seconds"], values["units"]
     return [run.status, str(run.plan.get("layout", "")), str(len(run.steps)), str(run.last_record.get("samples", 0)),
             _format_number(loss, ".4f"), _format_number(validation_loss, ".4f"),
-            format_seconds(step) if run.steps else "", f"{units / step:,.0f} {run.unit}/s" if run.steps else "",
+            format_seconds(step) + place if step else None,
+            f"{units / step:,.0f} {run.unit}/s{place}" if units and step else None,
             f"{100 * goodput(run).share:.0f}%"]  # fmt: skip
 
 
@@ -308,7 +309,8 @@ def comparison_tables(comparison: dict[str, Any]) -> list[Any]:
     names = [escape(run["name"]) for run in comparison["runs"]]
     overview = make_table("runs compared", ["", *names])
     for index, header in enumerate(HEADERS[1:], start=1):
-        overview.add_row(header, *(escape(row[index]) for row in comparison["rows"]))
+        cells = ("unknown" if row[index] is None else row[index] for row in comparison["rows"])
+        overview.add_row(header, *map(escape, cells))
     jobs = make_table("job differences", ["key", *names])
     for row in comparison["differences"]:
         jobs.add_row(*map(escape, row))

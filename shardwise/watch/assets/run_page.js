@@ -83,7 +83,7 @@ function showComparison(all) {
   const curve = (name, title) => [name, title, comparedCurve(name, unit), name === "loss" || name === "tokens_per_s", (given) => [given.runs.map((run) => [run.name, run[name]]), curveView()]];
   showPanels([
     curve("loss", "Loss"),
-    ["table", "Overview", (parent, given) => parent.append(scrolled("overview", table(given.headers, given.rows, { cards: true }))), true, (given) => given.rows],
+    ["table", "Overview", (parent, given) => parent.append(scrolled("overview", table(given.headers, given.rows.map((row) => row.map((cell) => cell ?? "unknown")), { cards: true }))), true, (given) => given.rows],
     ["jobs", "Job differences", (parent, given) => parent.append(given.differences.length ? scrolled("job differences", table(["key", ...given.runs.map((run) => run.name)], given.differences, { cards: true })) : dim("None.")), true, (given) => given.differences],
     ...names.map((name) => curve(name, name === "tokens_per_s" ? "Throughput" : metricLabel(name, unit).replace(/^./, (first) => first.toUpperCase()))),
   ], all);
