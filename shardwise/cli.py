@@ -69,7 +69,7 @@ def train(
         raise JobError("--address needs --node, e.g. --node 0/2 on the first of two nodes.")
     if processes is not None and layout is not None:
         raise JobError("--processes lets the planner choose the layout and excludes --layout; pass only one of them.")
-    flag_overrides = [f"layout={layout}"] * bool(layout) + [f"run.cluster={cluster}"] * bool(cluster)
+    flag_overrides = [f"layout={layout}"] * (layout is not None) + [f"run.cluster={cluster}"] * bool(cluster)
     flag_overrides += ["layout=auto", f"run.processes={processes}"] if processes is not None else []
     # For this process, which forks the workers; each worker sets its own thread count.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -161,7 +161,7 @@ def plan(
     from shardwise.planner.show import cost_lines, show_plan
 
     if cluster is None:  # as `train` plans
-        job = load_job(job_file, [*(overrides or []), *([f"layout={layout}"] if layout else [])])
+        job = load_job(job_file, [*(overrides or []), *[f"layout={layout}"] * (layout is not None)])
         plan_result, _ = quick_import("shardwise.train.local_machine").choose_plan(job, devices)
     else:
         plan_result = plan_job(job_file, overrides or [], cluster, devices, layout)
@@ -267,7 +267,8 @@ def chaos(
     """Runs a job with and without injected faults (kill -9, SIGSTOP, bit flips, NaN) and compares the two runs."""
     from shardwise.chaos.run import run_chaos
 
-    report = run_chaos(job_file, [*(overrides or []), *[f"layout={layout}"] * bool(layout)], faults, seed, print_line)
+    overrides = [*(overrides or []), *[f"layout={layout}"] * (layout is not None)]
+    report = run_chaos(job_file, overrides, faults, seed, print_line)
     return Answer(report.as_dict(), report.text(), report.ok)
 
 

@@ -242,6 +242,8 @@ class Job(ConfigSection):
             layout = Layout() if text == "auto" else Layout.parse(text)
         except LayoutError as error:
             raise ValueError(str(error)) from None
+        if not text.strip():
+            raise ValueError('layout is empty; write layout = "replicate=1" for one process, or "auto"')
         if layout.zero > layout.shard == 1:
             raise ValueError(f"layout '{text}': zero={layout.zero} shards over shard=N, which is 1; set shard")
         return text

@@ -58,7 +58,8 @@ def test_layout_is_short_for_a_setting(
     )
     assert not call(monkeypatch, "train", "--set", "steps=3", "--layout", "pipeline=2 tensor=2")
     assert asked == [["steps=3", "layout=pipeline=2 tensor=2"]]
-    assert call(monkeypatch, "train", "--layout", "pipline=2") == 2
+    for command, layout in (("train", "pipline=2"), ("train", ""), ("plan", ""), ("chaos", "")):
+        assert call(monkeypatch, command, "--layout", layout) == 2
     assert "did you mean 'pipeline'?" in capsys.readouterr().err
 
 

@@ -51,6 +51,7 @@ def test_explicit_keys_win_over_a_preset() -> None:
         ({"batch": {"tokens": "half a million"}}, ["half a million", "0.5M"]),
         ({"layout": "pipline=2"}, ["pipline", "pipeline"]),
         ({"layout": "tensor=two"}, ["tensor", "two"]),
+        ({"layout": " "}, ["layout is empty", "replicate=1"]),
         ({"precision": "bf17"}, ["precision", "bf16"]),
         ({"optimizer": {"lr": -1}}, ["optimizer.lr"]),
         ({"model": 3}, ["model"]),
