@@ -78,6 +78,7 @@ def test_what_is_written_can_be_planned(tmp_path: Path, case: str) -> None:
     given |= {key: make(tmp_path) for key, make in (("data", data), ("model", model)) if make is not None}
     lines = list(write_job(out, given, None))
     assert lines[-1] == f"next: shardwise plan {out}, then shardwise train {out}"
+    assert ("no such file or folder" in "".join(lines)) == (case in ("preset", "clicks"))
     job, text = load_job(out), out.read_text()
     assert job.run.processes == 2 and text.count("#") > 8 and "\n\n\n" not in text and "{" not in text.split("sets")[0]
     assert plan_job(out, [], "cpu", 2, None).best.layout.world <= 2

@@ -1,5 +1,6 @@
 """Writes a commented job for a task (`shardwise init`), by options or by four questions. What it writes is checked."""
 
+import glob
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,4 +46,6 @@ def write_job(out: Path, given: Mapping[str, str | None], ask: Any) -> Iterator[
     make_job(parse_toml(text), str(out))
     write_text(out, text + "\n")
     yield f"{out}: {tasks[answers['task']]['about']}; every key has a comment"
+    if answers["data"] and ":" not in answers["data"] and not glob.glob(str(data)):
+        yield f"warning: --data {answers['data']}: there is no such file or folder yet"
     yield f"next: shardwise plan {out}, then shardwise train {out}"
