@@ -90,8 +90,9 @@ def train(
     if folder is None:  # not node 0
         return Answer({"is_finished": is_finished})
     last: dict[str, Any] = next(iter(reversed(list(folder.metrics()))), {})
-    values = {"step": last.get("step"), "loss": last.get("loss")}
-    return Answer({"run": str(folder.place), "is_finished": is_finished, **values})
+    result = f"step {last['step']}, loss {float(last['loss']):.4f}" if last else "no step was made"
+    found = {"run": str(folder.place), "is_finished": is_finished, "step": last.get("step"), "loss": last.get("loss")}
+    return Answer(found, result=f"{folder.place}: {result}")
 
 
 @app.command()

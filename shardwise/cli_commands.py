@@ -56,7 +56,7 @@ def _with_common_options(function: Callable[..., Answer | None]) -> Callable[...
             answer = function(**options, **dict.fromkeys(own, as_json))
         if answer is None:
             return
-        if text := json.dumps(answer.data) if as_json else answer.text:
+        if text := json.dumps(answer.data) if as_json else (quiet and answer.result) or answer.text:
             print_answer(text)
         if not answer.ok:
             raise Exit(1)
@@ -88,7 +88,7 @@ def init(
     """Writes a commented job file for a task. In a terminal, asks for what no option says."""
     given, ask = {"task": task, "data": data, "model": model, "devices": devices}, sys.stdin.isatty() and typer.prompt
     lines = list(quick_import("shardwise.launch.init_job").write_job(out, given, ask))
-    return Answer({"file": str(out)}, "\n".join(lines))
+    return Answer({"file": str(out)}, "\n".join(lines), result="\n".join(lines[:-1]))
 
 
 def submit(

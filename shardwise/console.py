@@ -15,11 +15,13 @@ CLEAR = "\x1b[K"  # a terminal clears the rest of the line
 
 
 class Answer(NamedTuple):
-    """What a command found: `data` is printed with --json, `text` without. If not `ok`, it exits with 1."""
+    """What a command found: `data` is printed with --json, `text` without. If not `ok`, it exits with 1. `result` is
+    printed with --quiet, if the text is more than that, or has been printed line by line."""
 
     data: Any
     text: str = ""
     ok: bool = True
+    result: str = ""
 
 
 def print_line(text: str) -> None:

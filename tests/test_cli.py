@@ -88,7 +88,9 @@ def test_what_is_asked_for_as_json_is_nothing_else(
     assert len(answer("sample", "run", "--tokens", "3", "--prompt", "a", "--prompt", "b")) == 2
     assert answer("export", "run", "out")["folder"] == "out" and "no fault" in answer("doctor", "run")[0]
     assert not call(monkeypatch, "train", *small, "--set", "run.folder=other", "--quiet")
-    assert capfd.readouterr().out == ""
+    assert capfd.readouterr().out == f"other: step 2, loss {trained['loss']:.4f}\n"
+    assert not call(monkeypatch, "init", "--task", "pretrain", "-q")
+    assert capfd.readouterr().out == "job.toml: trains a language model from scratch; every key has a comment\n"
     assert not call(monkeypatch, "report", "run", "-q")
     assert capfd.readouterr().out == "run/report.html\n"
 
