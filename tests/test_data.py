@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shlex
 import struct
 import threading
 import time
@@ -21,6 +22,7 @@ from data_marks import Marks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardwise.cli import app
 from shardwise.data.criteo import CriteoClicks, index_criteo_file
 from shardwise.data.input_files import BadRecords, DataFile
 from shardwise.data.loader import Loader, _multiprocessing_context, _RankReader, _start_worker
@@ -582,8 +584,12 @@ def test_a_mixture_from_files_in_any_share(tmp_path: Path) -> None:
             with closing(Loader(stream, 20, ranks, rank, first_step=first, workers=workers)) as loader:
                 step, batch = next(loader)
                 assert torch.equal(batch.tokens, whole.tokens[rank_positions(step, 20, ranks, rank)])
-    with pytest.raises(DataError, match="train one with `shardwise data`"):
+    with pytest.raises(DataError, match="train it on one source") as caught:
         make_sources(job_of("mix", mix=mix, tokenizer="bpe:300", vocab=300), tmp_path / "cache")
+    command = shlex.split(str(caught.value).split("`")[1])
+    assert command[:3] == ["shardwise", "data", "mine.bin"]
+    app(["data", str(tmp_path / "mine.bin"), *command[3:]], standalone_mode=False)
+    assert "mine.tokenizer.json" in str(caught.value) and (tmp_path / "mine.tokenizer.json").exists()
     for wrong in ({"source": "mix"}, {"mix": {"a": 1}}, {"source": "mix", "mix": {"a": 0}}):
         with pytest.raises(JobError):
             make_job({"data": wrong})

@@ -87,10 +87,14 @@ def download_data(data: DataConfig) -> DataConfig:
 
 def _mixture_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataRecord) -> Sources:
     """Opens every source of a mixture on its own; each holds out its own validation samples."""
+    mix = job.data.mix
     if parse_bpe_size(job.data.tokenizer):
         problem = f"data.tokenizer = {job.data.tokenizer!r} would train a tokenizer for each source of the mixture"
-        raise DataError(f"{problem}; train one with `shardwise data` and set data.tokenizer to its path.")
-    sources, mix = [], job.data.mix
+        kind, path = next((one for one in map(source_by_name, mix) if one[0] != "tokens"), ("text", "FILE"))
+        settings = f"--set data.source={kind} --set 'data.path={path}' --set data.tokenizer={job.data.tokenizer}"
+        remedy = f'`shardwise data mine.bin {settings}`, then set data.tokenizer = "mine.tokenizer.json"'
+        raise DataError(f"{problem}; train it on one source: {remedy}.")
+    sources = []
     for name in mix:
         data = job.data.model_copy(update=dict(zip(("source", "path"), source_by_name(name))) | {"mix": {}})
         sources.append(_token_sources(job.model_copy(update={"data": data}), cache, bad_records, record))
