@@ -5,7 +5,7 @@ resolved copy that is saved with the run. The `[model]` section is defined by ea
 each other key means is in `job_keys.toml`, from which the reference page is made."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
@@ -241,7 +241,8 @@ class Job(ConfigSection):
         try:
             layout = Layout() if text == "auto" else Layout.parse(text)
         except LayoutError as error:
-            raise ValueError(str(error)) from None
+            given = f"layout {shorten(text)}: "
+            raise ValueError(given + str(error).removeprefix(given)) from None
         if not text.strip():
             raise ValueError('layout is empty; write layout = "replicate=1" for one process, or "auto"')
         if layout.zero > layout.shard == 1:
@@ -337,11 +338,12 @@ def load_job(path: Path | None, overrides: Sequence[str] = ()) -> Job:
             raise JobError(f"{path} is not valid TOML: {error}.{remedy}") from None
     for override in overrides:
         _apply_override(values, override)
-    return make_job(values, str(path) if path else "the job")
+    return make_job(values, str(path) if path else "the job", {text.partition("=")[0].strip() for text in overrides})
 
 
-def make_job(values: Mapping[str, Any], origin: str = "the job") -> Job:
-    """Validates a mapping as parsed from TOML and returns the job; raises JobError that lists all problems."""
+def make_job(values: Mapping[str, Any], origin: str = "the job", overridden: Container[str] = ()) -> Job:
+    """Validates a mapping as parsed from TOML and returns the job; raises JobError that lists all problems, those of
+    keys that are not `overridden` with their origin."""
     problems: list[Any] = []
     family, model = "", values.get("model", {})
     if isinstance(model, Mapping):  # validated separately: the keys depend on the family
@@ -366,7 +368,8 @@ def make_job(values: Mapping[str, Any], origin: str = "the job") -> Job:
     if not problems:
         return job
     sentences = describe_problems(problems, family, Job.model_fields)
-    raise JobError("\n".join(f"{origin}: {sentence}" for sentence in sentences))
+    keys = [sentence.removeprefix("unknown key ").split(" ")[0].strip("':;") for sentence in sentences]
+    raise JobError("\n".join(f"{origin}: " * (key not in overridden) + text for key, text in zip(keys, sentences)))
 
 
 def _match_tokenizer(values: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:

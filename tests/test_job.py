@@ -137,6 +137,15 @@ def test_overrides(tmp_path: Path) -> None:
     assert (job.layout, job.model.layers, job.samples, job.total_steps) == ("pipeline=2 tensor=2", 3, 8, 5)
 
 
+def test_the_file_is_blamed_for_its_own_keys_only(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text("seed = -1\n")
+    with pytest.raises(JobError) as caught:
+        load_job(path, ["steps=abc", "layout=tensor=0", "model.layrs=3"])
+    begins = {line.split(" ")[0] for line in str(caught.value).splitlines()}
+    assert begins == {f"{path}:", "layout", "steps", "unknown"}
+
+
 @pytest.mark.parametrize(
     ("tokens", "samples"), [("2M", 480), (2**21, 512), ("1M", 240), (4096 * 7, 7), (30000, 7), (100, 1)]
 )
