@@ -16,7 +16,7 @@ from rich.console import Console
 from typer import Argument, Exit, Option
 
 from shardwise import quick_import
-from shardwise.console import Answer, elapsed_shown, fill_in, format_seconds, print_answer, print_line, quietly
+from shardwise.console import Answer, elapsed_shown, fill_in, print_answer, print_line, quietly
 from shardwise.errors import DataError, JobError
 from shardwise.files import malformed_as_data_error, require_parent_folder, write_text
 from shardwise.job import load_job
@@ -192,8 +192,7 @@ def tune(
     module = quick_import("shardwise.launch.tune")
     out = out or Path("runs", f"tune-{job_file.stem if job_file else 'job'}")
     found = module.tune_job(job, top, minutes, out, print_line)
-    text = Path(module.__file__).parent / "templates" / "tune.txt"
-    return Answer(found, fill_in(text, found | {"format_seconds": format_seconds}))
+    return Answer(found, fill_in(Path(module.__file__).parent / "templates" / "tune.txt", found))
 
 
 def preflight(folder: Path) -> Answer | None:
@@ -297,7 +296,7 @@ def _hand_over(
 
 
 def drift(
-    profile: Annotated[Path, Argument(help="The data-profile.json of an export.")],
+    profile: Annotated[Path, Argument(help="An exported folder, or its data-profile.json.")],
     new: Annotated[str, Argument(help="New data: a file or folder of the same kind, or another profile (.json).")],
     threshold: Annotated[float, Option(min=0.0, help="PSI above which a column counts as moved.")] = 0.1,
     page: Annotated[Path | None, Option("--html", help="Write a page with the histograms side by side.")] = None,

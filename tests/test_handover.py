@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ def test_folder_has_card_proof_profile_and_reference(exported: tuple[RunFolder, 
     card = (out / "README.md").read_text()
     loss = run.validation_losses()[-1]
     assert f"| loss | {loss:.6g} |" in card and "corpus.jsonl" in card and "kWh" in card and "{" not in card
+    assert re.search(r"\| time \| [\d.]+ m?s of steps \|", card)
     proof = json.loads((out / "proof.json").read_text())
     assert proof["step"] == 2 and proof["metrics"]["validation.loss"] == loss and "logits differ" in proof["checked"]
     assert proof["sha256"]["model.safetensors"] and proof["versions"]["torch"] == torch.__version__
@@ -118,7 +120,7 @@ def test_drift_command(exported: tuple[RunFolder, Path], tmp_path: Path, capsys:
     data = json.loads(page.partition('type="application/json">')[2].partition("</script>")[0])
     assert {one["column"] for one in data["columns"] if one["drifted"]} >= {"beyond_ascii", "length"}
     assert data["columns"][0]["drifted"] and sum(data["columns"][0]["new"]["counts"]) == 200
-    assert run_drift(profile, profile) == 0
+    assert run_drift(str(exported[1]), profile) == 0
     for arguments in ([profile, str(tmp_path / "gone.jsonl")], [str(tmp_path / "new.jsonl"), profile]):
         with pytest.raises(UserError):
             run_drift(*arguments)

@@ -183,6 +183,7 @@ def read_profile(path: Path) -> dict[str, Any]:
 
 def drift(profile: Path, new: str, threshold: float = THRESHOLD, page: Path | None = None) -> list[ColumnDrift]:
     """Compares a file, a folder or another profile with a profile; writes the page, if one is asked for."""
+    profile = profile / "data-profile.json" if profile.is_dir() else profile
     old = read_profile(profile)
     columns = read_profile(Path(new))["columns"] if Path(new).suffix == ".json" else _read_new(old, profile, new)
     found = compare_columns(old["columns"], columns, threshold)
