@@ -143,9 +143,8 @@ def time_shares(run: RunData) -> dict[tuple[str, str], float]:
 
 def heatmap(run: RunData) -> dict[str, Any]:
     """Returns busy seconds per step (compute, optimizer, data loading) by rank, over the run."""
-    lines = _stack_lines(run)
     busy_phases = [TIME_CATEGORIES.index(("phase_seconds", name)) for name in ("compute", "optimizer", "data")]
-    busy_seconds = lines[:, busy_phases].sum(1)
+    busy_seconds = _stack_lines(run)[:, busy_phases].sum(1)
     starts, ranks = run.line_bins(HEATMAP_COLUMNS), bin_starts(busy_seconds.shape[1], HEATMAP_ROWS)
     if not busy_seconds.size:
         return {"ranks": [], "step": [], "values": []}
@@ -214,9 +213,8 @@ def summary_sentences(run: RunData, good: Goodput) -> list[str]:
 
 
 def pipeline_data(run: RunData) -> dict[str, Any] | None:
-    """Returns the predicted and measured timelines; None without a pipeline. The bubble is defined alike for both: the
-    share of the time from the start of the first action to the end of the last in which a rank runs no action, averaged
-    over ranks."""
+    """Returns the predicted and measured timelines; None without a pipeline. The bubble of both is the share of the
+    time from the start of the first action to the end of the last in which a rank runs none, on average."""
     layout, micro_batches = run.layout, run.plan.get("micro_batches", 0)
     if layout is None or layout.pipeline == 1 or micro_batches < 1 or micro_batch_error(layout, micro_batches):
         return None

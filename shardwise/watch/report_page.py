@@ -3,9 +3,8 @@
 A page is one HTML document (`assets/page.html`) that contains its styles, scripts and data; uPlot draws the curves. The
 data is embedded as escaped JSON, and the scripts insert it as text, never as markup. The content security policy blocks
 every request but those to the page's own server. The trace is for Perfetto or chrome://tracing, with all ranks on the
-clock of rank 0. Each rank has a row of steps and, below it, a row that breaks each step down by cause. The durations in
-the breakdown are measured; their order within a step is not. Steps with a recorded pipeline timeline also show its
-actions, at the measured times."""
+clock of rank 0. Each rank has a row of steps and, below it, a row that breaks each step down by cause: the durations
+are measured, their order within a step is not. Steps with a recorded pipeline timeline also show its actions."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -76,8 +75,7 @@ def time_table(run: RunData) -> list[str]:
     rows = [["rank", *(category_label(*TIME_CATEGORIES[index]) for index in shown), "GiB"]]
     memory = run.memory.get("peak", [])
     order = np.argsort(times[shown[0]], kind="stable").tolist()  # by compute
-    chosen = [order[0], order[len(order) // 2], *order[-3:]] if len(order) > MAX_RANKS else sorted(order)
-    for rank in chosen:
+    for rank in [order[0], order[len(order) // 2], *order[-3:]] if len(order) > MAX_RANKS else sorted(order):
         rows.append([str(rank), *(f"{value:.1f}" for value in times[shown, rank]), f"{memory[rank]:.2f}"])
     return ["step time breakdown, ms:", *(f"  {line}" for line in fit_columns(rows))]
 

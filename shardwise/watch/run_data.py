@@ -222,11 +222,7 @@ class RunData:
 
     @property
     def status(self) -> str:
-        """Returns `finished`, `stopped`, `running` or `not finished`."""
-        last = self.events[-1]["event"] if self.events else ""
-        if last in END_EVENTS:
-            return str(last)
-        return "running" if is_running(self.path) else "not finished"
+        return run_status(self.path, self.events[-1]["event"] if self.events else "")
 
 
 def read_plan(path: Path) -> JsonObject:
@@ -245,12 +241,15 @@ def parse_notes(text: bytes) -> JsonObject:
     return {"tags": [], "notes": ""}
 
 
-def is_running(path: Path) -> bool:
-    """Whether some rank of the run in this folder has written a heartbeat lately."""
+def run_status(path: Path, last_event: str | None) -> str:
+    """Returns `finished`, `stopped`, `running` if some rank has written a heartbeat lately, or else `not finished`."""
+    if last_event in END_EVENTS:
+        return str(last_event)
     with suppress(OSError):
-        heartbeats = [file.stat().st_mtime for file in (path / "heartbeats").glob("rank-*.json")]
-        return bool(heartbeats) and time.time() - max(heartbeats) < HEARTBEAT_TIMEOUT
-    return False
+        heartbeats = (file.stat().st_mtime for file in (path / "heartbeats").glob("rank-*.json"))
+        if time.time() - max(heartbeats, default=0.0) < HEARTBEAT_TIMEOUT:
+            return "running"
+    return "not finished"
 
 
 def to_float(value: object) -> float:

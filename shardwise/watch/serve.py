@@ -24,7 +24,7 @@ from shardwise.files import parse_record, parse_toml, write_text
 from shardwise.job import load_job
 from shardwise.watch.page_data import compare, page_data
 from shardwise.watch.report_page import CONTENT_SECURITY_POLICY, render_page
-from shardwise.watch.run_data import END_EVENTS, RunData, is_running, parse_notes, to_float
+from shardwise.watch.run_data import RunData, parse_notes, run_status, to_float
 
 TAIL_BYTES = 1 << 16  # of a log: its last record is shorter; notes are no longer either
 CURVE_POINTS = 40  # of the small curve in the list
@@ -70,10 +70,8 @@ def list_row(path: Path) -> dict[str, Any]:
         except (OSError, ValueError, UserError) as error:
             errors.append(str(error))
     metrics, events = found.get("metrics.jsonl", {}), found.get("events.jsonl", {})
-    ended = events.get("event") in END_EVENTS
-    status = events["event"] if ended else "running" if is_running(path) else "not finished"
     times = [time for log in (events, metrics) for time in (log.get("begin"), log.get("time")) if to_float(time) > 0]
-    return {"status": " ".join(errors) or status, "layout": found.get("plan.toml", ""),
+    return {"status": " ".join(errors) or run_status(path, events.get("event")), "layout": found.get("plan.toml", ""),
             "step": metrics.get("step") or 0, "steps": found.get("job.toml", 0), "loss": metrics.get("loss"),
             "curve": metrics.get("curve", []), "begin": min(times, default=None),
             "seconds": max(times) - min(times) if times else None, **found.get("notes.json", {})}  # fmt: skip
