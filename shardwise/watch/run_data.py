@@ -75,16 +75,13 @@ class RunData:
     def __init__(self, path: Path):
         self._given, self._next_fetch = path, time.monotonic() + FETCH_SECONDS
         self.path = path = RunFolder.open(path).path
+        self.name = path.resolve().name
         self.config_version, self.plan = "", JsonObject()
         self._load_config()
         self.logs = [JsonLinesReader(path / "metrics.jsonl", self._reset_metrics, self._add_metrics),
                      JsonLinesReader(path / "ranks.jsonl", self._reset_ranks, self._add_rank_line),
                      JsonLinesReader(path / "events.jsonl", self._reset_events, self._add_event)]  # fmt: skip
         self.read()
-
-    @property
-    def name(self) -> str:
-        return self.path.resolve().name
 
     @property
     def unit(self) -> str:
