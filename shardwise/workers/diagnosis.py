@@ -186,8 +186,7 @@ class RankState:
             return True
         # A rank can also wait in C++ code, called by an operator, the backward pass or a device-to-host copy.
         file = self.frames[0][0] if self.frames else ""
-        in_torch = "/torch/" in file or file.endswith("/train/loop.py")
-        return in_torch and self.pending_collective is not None
+        return self.pending_collective is not None and ("/torch/" in file or file.endswith("/train/loop.py"))
 
     @property
     def is_secondary_failure(self) -> bool:

@@ -151,9 +151,8 @@ def serve(connection: socket.socket) -> None:
 
 def _handle_command(command: Message, groups: dict[str, _ForkedGroup], channel: MessageChannel) -> None:
     if "fork" in command:
-        name = command["fork"]
-        groups[name] = group = _fork_workers(command, channel)
-        channel.send({"group": name, "pids": group.pids})
+        groups[command["fork"]] = group = _fork_workers(command, channel)
+        channel.send({"group": command["fork"], "pids": group.pids})
     elif "remove_snapshots" in command:
         remove_snapshots(command["remove_snapshots"])
     elif command.get("release") in groups:

@@ -207,8 +207,7 @@ class NodeCoordinator(WorkerPool):
         self._handshakes.remove(handshake)
         role, key = proved
         index = int(role.removeprefix("node "))
-        reject = partial(self._reject, handshake.host)
-        channel = NodeChannel(handshake.connection, key, True, reject, self.patience)
+        channel = NodeChannel(handshake.connection, key, True, partial(self._reject, handshake.host), self.patience)
         if any(node.index == index for node in self.nodes):
             channel.send({"rejected": f"node {index} has joined already.", "is_final": False})
             channel.close()

@@ -141,9 +141,8 @@ class SnapshotStore:
         for count in (1, SLOTS):  # reading a slot takes seconds, and usually all ranks have the newest
             local_headers = {rank: self._valid_headers(rank, count) for rank in {self.rank, self.backed_up_rank}}
             steps_of = {rank: [one["step"] for one in headers.values()] for rank, headers in local_headers.items()}
-            all_steps = self.gather(list(steps_of.items()))
             holders: dict[int, dict[int, list[int]]] = {}
-            for holder, steps_by_rank in enumerate(all_steps):
+            for holder, steps_by_rank in enumerate(self.gather(list(steps_of.items()))):
                 for rank, steps in steps_by_rank:
                     for step in steps:
                         holders.setdefault(step, {}).setdefault(rank, []).append(holder)

@@ -45,8 +45,6 @@ class WorkerFailure:
 
 @dataclass
 class Supervisor:
-    """Runs one training job through failures and restarts."""
-
     run_path: Path
     worker_pool: WorkerPool
     entry: str
@@ -123,8 +121,7 @@ class Supervisor:
                 self.worker_pool.kill(worker_group, signal.SIGTERM)  # they save and exit
             now = time.monotonic()
             stopped = [rank for rank, since in worker_group.stopped_since.items() if now - since >= STOPPED_SECONDS]
-            heartbeats = diagnosis.read_heartbeats(self.run_path)
-            if stopped or (worker_group.all_started and monitor.is_hung(heartbeats)):
+            if stopped or (worker_group.all_started and monitor.is_hung(diagnosis.read_heartbeats(self.run_path))):
                 return self._diagnose_hang(worker_group, stopped)
             if self.use_standby and monitor.stepping_seconds > STANDBY_DELAY and not self.stop_signal:
                 self._start_standby()
@@ -220,8 +217,7 @@ class Supervisor:
         diagnosis.request_dumps(self.run_path, ranks, timeout, send_signal, self.worker_pool.receive)
 
     def _record_diagnosis(self, kind: str, exit_reasons: dict[int, str]) -> diagnosis.Diagnosis:
-        rank_states = diagnosis.read_rank_states(self.run_path, exit_reasons)
-        finding = diagnosis.diagnose(rank_states, time.time())
+        finding = diagnosis.diagnose(diagnosis.read_rank_states(self.run_path, exit_reasons), time.time())
         with suppress(OSError):
             diagnosis.save_diagnosis(self.run_path, finding, kind, exit_reasons)
         return finding

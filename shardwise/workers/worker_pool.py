@@ -108,7 +108,6 @@ class WorkerPool:
         return self._worker_groups[name]
 
     def remove_snapshots(self) -> None:
-        """Deletes the in-memory snapshots of this run on every node."""
         for node in self.nodes:
             node.channel.send({"remove_snapshots": snapshot_key(self.run_path, node.index)})
 
@@ -159,7 +158,6 @@ class WorkerPool:
             node.slots = [slot for slot in node.slots if slot not in excluded]
 
     def kill_and_wait(self, worker_group: WorkerGroup | None, timeout: float = 10.0) -> None:
-        """Kills a worker group and waits until its processes are gone."""
         if worker_group is None:
             return
         self.kill(worker_group, signal.SIGKILL)
@@ -167,7 +165,6 @@ class WorkerPool:
         self._worker_groups.pop(worker_group.name, None)
 
     def wait_for_exit(self, worker_group: WorkerGroup, timeout: float) -> None:
-        """Waits up to `timeout` seconds until all workers of a group have exited."""
         deadline = time.monotonic() + timeout
         while (worker_group.alive_ranks or not worker_group.all_started) and time.monotonic() < deadline:
             self.receive(min(0.1, timeout))
