@@ -5,8 +5,7 @@ and can keep its moments in bf16, in 8 bits or in host memory. It updates one pa
 GPU with a Triton kernel (`shardwise.models.kernels`), all others with PyTorch's fused kernel.
 
 With `optimizer.offload`, page-locked memory of the host holds the moments. An update copies them to the GPU a part at a
-time, and back. A few buffers take turns, so that copies in both directions and updates overlap; all of it can be
-captured in a CUDA graph."""
+time, and back. A few buffers take turns, so that copies both ways and updates overlap; a CUDA graph can capture it."""
 
 import mmap
 from collections.abc import Iterator, Sequence
@@ -56,8 +55,7 @@ class AdamW(ShardedOptimizer):
                 moments = {key: self.state_zeros(weight, key, weight.shape, dtype) for key in MOMENTS}
                 self.state[weight] = {"step": torch.zeros((), dtype=torch.float32, device=weight.device), **moments}
         if self.offload and weights[0].dtype == torch.float32:
-            moment = self.state[weights[0]]["exp_avg"]
-            self.stream = self.stream or StateStream(weights[0].device, moment.dtype)
+            self.stream = self.stream or StateStream(weights[0].device, self.state[weights[0]]["exp_avg"].dtype)
             self.stream.begin()
         steps = [self.state[weight]["step"] for weight in weights]
         increment = torch.ones_like(steps[0]) if self.found_inf is None else 1.0 - self.found_inf
@@ -162,8 +160,7 @@ class AdamW8bit(ShardedOptimizer):
     A block is 256 consecutive elements of a row of the shard, with one float32 scale. Shards along the first dimension
     have the same blocks as the full parameter; shards along the last one start new blocks, so rounding then depends
     slightly on the layout. Vectors and small parameters keep full-precision moments. Checkpoints store dequantized
-    moments: quantizing them into the same blocks gives the same codes, and any layout or state dtype can resume from
-    them."""
+    moments: quantizing them into the same blocks gives the same codes, and any layout or state dtype can resume."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -104,10 +104,8 @@ def _orthogonalize_on_owners(matrix_shards: list[ParamShard]) -> list[Tensor]:
     shapes = [[shape_of(index, rank) for index in owned] for rank in range(axis.size)]
     received = _all_to_all_tensors(to_send, shapes, axis, matrix_shards[0].tensor)
     gathered = [torch.cat(parts, dims[index]) for parts, index in zip(zip(*received), owned)]
-    outer = [
-        replace(matrix_shards[n], tensor=tensor, sharded_dims=matrix_shards[n].sharded_dims[:-1])
-        for n, tensor in zip(owned, gathered, strict=True)
-    ]
+    outer = [replace(matrix_shards[n], tensor=tensor, sharded_dims=matrix_shards[n].sharded_dims[:-1])
+             for n, tensor in zip(owned, gathered, strict=True)]  # fmt: skip
     results = zip(_orthogonalize_on_owners(outer), owned, strict=True)
     result_chunks = [tensor.split(sizes[n], dims[n]) for tensor, n in results]
     to_return = [[parts[rank] for parts in result_chunks] for rank in range(axis.size)]
@@ -131,9 +129,8 @@ def _restore_order(assignment: list[list[int]], results: list[list[Tensor]]) -> 
     return [tensor for _, tensor in sorted(pairs, key=lambda pair: pair[0])]
 
 
-def _all_to_all_tensors(
-    tensors_by_rank: list[list[Tensor]], shapes: list[list[list[int]]], axis: Axis, like: Tensor
-) -> list[list[Tensor]]:
+def _all_to_all_tensors(tensors_by_rank: list[list[Tensor]], shapes: list[list[list[int]]], axis: Axis,
+                        like: Tensor) -> list[list[Tensor]]:  # fmt: skip
     """All-to-all of lists of tensors; returns what each rank sent, in the given shapes and the dtype of `like`."""
     flat = torch.cat([like.new_empty(0), *(tensor.reshape(-1) for tensors in tensors_by_rank for tensor in tensors)])
     input_split_sizes = [sum(tensor.numel() for tensor in tensors) for tensors in tensors_by_rank]

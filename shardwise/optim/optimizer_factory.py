@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from shardwise.errors import LayoutError
 from shardwise.job import OptimizerConfig
@@ -18,7 +19,7 @@ from shardwise.optim.sharded_optimizer import LAMB, SGD, Adafactor
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "ASGD", "Rprop")
 
 
-def make_optimizer(settings: OptimizerConfig, shards: Sequence[ParamShard]) -> torch.optim.Optimizer:
+def make_optimizer(settings: OptimizerConfig, shards: Sequence[ParamShard]) -> Optimizer:
     """Builds the optimizer for this rank's shards; some communicate in each step to get full norms or matrices."""
     defaults = {key: getattr(settings, key) for key in ("lr", "momentum", "betas", "eps")}
     if (kind := {"sgd": SGD, "lamb": LAMB, "adafactor": Adafactor}.get(settings.name)) is not None:
@@ -30,16 +31,14 @@ def make_optimizer(settings: OptimizerConfig, shards: Sequence[ParamShard]) -> t
     return _make_adamw(settings, shards)
 
 
-def _make_adamw(settings: OptimizerConfig, shards: Sequence[ParamShard]) -> torch.optim.Optimizer:
-    """Returns PyTorch's fused AdamW, or ours for compute copies and moments in low precision or host memory. Neither
-    communicates."""
+def _make_adamw(settings: OptimizerConfig, shards: Sequence[ParamShard]) -> Optimizer:
+    """Returns PyTorch's fused AdamW, or ours for compute copies, low-precision and host moments. None communicates."""
     groups = _param_groups(settings, shards)
     defaults: dict[str, Any] = {"lr": settings.lr, "betas": settings.betas, "eps": settings.eps}
     if settings.state_dtype == "8bit":
         return AdamW8bit(groups, defaults, shards)
-    is_ours = settings.state_dtype == "bf16" or settings.offload
-    if is_ours or any(shard.compute_copy is not None for shard in shards):
-        state_dtype = torch.bfloat16 if settings.state_dtype == "bf16" else None
+    state_dtype = torch.bfloat16 if settings.state_dtype == "bf16" else None
+    if state_dtype is not None or settings.offload or any(shard.compute_copy is not None for shard in shards):
         return AdamW(groups, defaults, shards, state_dtype, settings.offload)
     return torch.optim.AdamW(groups, fused=True, **defaults)
 
@@ -55,9 +54,7 @@ def _param_groups(settings: OptimizerConfig, shards: Sequence[ParamShard]) -> li
     return [{"params": weights, "weight_decay": decay} for decay, weights in groups.items()]
 
 
-def make_user_optimizer(
-    factory: Callable[..., torch.optim.Optimizer], shards: Sequence[ParamShard], lr: float
-) -> torch.optim.Optimizer:
+def make_user_optimizer(factory: Callable[..., Optimizer], shards: Sequence[ParamShard], lr: float) -> Optimizer:
     """Builds the optimizer. It also clips, unscales and skips steps, which ours do in their kernels."""
     kind: Any = factory.func if isinstance(factory, partial) else factory
     name = getattr(kind, "__name__", type(kind).__name__)

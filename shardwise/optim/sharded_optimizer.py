@@ -51,7 +51,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Called after a checkpoint has filled the states."""
 
     def iter_shards(self) -> Iterator[ShardWithState]:
-        """Yields each shard with its state and its param group."""
         for group in self.param_groups:
             for weight in group["params"]:
                 yield self.shards[weight], self.state[weight], group
@@ -61,7 +60,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return grad if self.grad_scale is None else grad / self.grad_scale
 
     def assign_unless_skipped(self, old: Tensor, new: Tensor) -> None:
-        """Copies `new` into `old` unless this step is skipped."""
         old.copy_(new if self.found_inf is None else torch.where(self.found_inf > 0.0, old, new))
 
     def lerp_state(self, state: dict[str, Tensor], key: str, new: Tensor, weight: float | Tensor) -> Tensor:
@@ -111,8 +109,7 @@ class LAMB(ShardedOptimizer):
     """LAMB (You et al. 2020): Adam's update, scaled per parameter by the trust ratio |weight| / |update|.
 
     Both norms are those of the full parameter, summed over the ranks that shard it. As in the authors' code, parameters
-    without weight decay (norms, biases) take Adam's plain update. The ratio is unbounded, and 1 if either norm is zero.
-    """
+    without weight decay (norms, biases) take Adam's plain update. The ratio has no bound; it is 1 if a norm is zero."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -153,10 +150,9 @@ class LAMB(ShardedOptimizer):
 class Adafactor(ShardedOptimizer):
     """Adafactor (Shazeer and Stern 2018) in the variant of `torch.optim.Adafactor`.
 
-    For a matrix it keeps the mean squared gradient of each row and column, where Adam keeps two numbers per element.
-    PyTorch's version does not support shards; here, means and norms are those of the full parameter, summed over the
-    ranks that shard it. The step size is the RMS of the parameter times min(lr, 1/sqrt(step)); there is no first
-    moment."""
+    For a matrix it keeps the mean squared gradient of each row and column, not two numbers per element. PyTorch's
+    version does not support shards; here, means and norms are those of the full parameter, summed over the ranks that
+    shard it. The step size is the RMS of the parameter times min(lr, 1/sqrt(step)); there is no first moment."""
 
     collapsed_dims = {"row_var": -1, "col_var": -2}
 
@@ -214,14 +210,12 @@ def sum_of_squares(tensor: Tensor, dim: int | None = None) -> Tensor:
     return torch.linalg.vector_norm(tensor, dim=dim, keepdim=dim is not None, dtype=torch.float64).square()
 
 
-def sum_over_shards(
-    partial_sums: Sequence[Tensor], shards: Sequence[ParamShard], summed_dims: Sequence[Collection[int]]
-) -> list[Tensor]:
+def sum_over_shards(partial_sums: Sequence[Tensor], shards: Sequence[ParamShard],
+                    summed_dims: Sequence[Collection[int]]) -> list[Tensor]:  # fmt: skip
     """All-reduces each shard's partial sums over the axes that shard it; one collective per axis. `summed_dims` are the
     dimensions that the sums reduce: axes that shard other dimensions are left alone."""
     sums = [partial_sum.double() for partial_sum in partial_sums]
-    axes = {id(axis.group): axis for shard in shards for _, axis in shard.sharded_dims}
-    for axis in axes.values():
+    for axis in {id(axis.group): axis for shard in shards for _, axis in shard.sharded_dims}.values():
         indices = [index for index, (shard, dims) in enumerate(zip(shards, summed_dims, strict=True))
                    if any(other.group is axis.group and dim in dims for dim, other in shard.sharded_dims)]  # fmt: skip
         all_reduce_coalesced([sums[index] for index in indices], axis)

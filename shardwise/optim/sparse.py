@@ -19,7 +19,6 @@ def scatter_add_rows_(table: Tensor, rows: Tensor, values: Tensor) -> None:
 
 
 def rowwise_adagrad_(table: Tensor, state_sum: Tensor, rows: Tensor, gradient: Tensor, lr: float, eps: float) -> None:
-    """Updates the used rows and their sums."""
     state_sum.index_add_(0, rows, gradient.square().mean(1))
     denominator = state_sum.index_select(0, rows).sqrt_().add_(eps)
     scatter_add_rows_(table, rows, (gradient / denominator[:, None]).mul_(-lr))
