@@ -100,9 +100,8 @@ def shard_samples(samples: Samples, positions: Tensor | None) -> Samples:
 
 
 @torch.compiler.disable
-def ulysses_attention(
-    axis: Axis, q: Tensor, k: Tensor, v: Tensor, causal: bool, document_ids: Tensor | None = None
-) -> Tensor:
+def ulysses_attention(axis: Axis, q: Tensor, k: Tensor, v: Tensor, causal: bool,
+                      document_ids: Tensor | None = None) -> Tensor:  # fmt: skip
     """Attention over some heads of the full sequence. Takes and returns (B, heads, local positions, H)."""
     if k.shape[1] % axis.size:  # too few KV heads to distribute: repeats them for each query head
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -116,16 +115,14 @@ def ulysses_attention(
 
 
 @torch.compiler.disable
-def ring_attention(
-    axis: Axis, q: Tensor, k: Tensor, v: Tensor, causal: bool, document_ids: Tensor | None = None
-) -> Tensor:
+def ring_attention(axis: Axis, q: Tensor, k: Tensor, v: Tensor, causal: bool,
+                   document_ids: Tensor | None = None) -> Tensor:  # fmt: skip
     """Attention with keys and values circulating around the ring. Takes and returns (B, heads, local positions, H)."""
     return RingAttention.apply(q, k, v, axis, causal, document_ids)  # type: ignore[no-any-return]
 
 
-def other_document_mask(
-    document_ids: Tensor | None, axis: Axis, ring_step: int, query_slice: slice, key_slice: slice
-) -> Tensor | None:
+def other_document_mask(document_ids: Tensor | None, axis: Axis, ring_step: int, query_slice: slice,
+                        key_slice: slice) -> Tensor | None:  # fmt: skip
     """Returns where key and query are in different documents (B, queries, keys); None without document ids."""
     if document_ids is None:
         return None
@@ -143,9 +140,7 @@ def visible_slices(axis: Axis, ring_step: int, length: int, causal: bool) -> tup
     full, half = slice(None), length // 2
     if ring_step == 0 or not causal:
         return full, full, causal
-    if ring_step <= axis.index:
-        return full, slice(half), False
-    return slice(half, None), full, False
+    return (full, slice(half), False) if ring_step <= axis.index else (slice(half, None), full, False)
 
 
 class RingAttention(torch.autograd.Function):
@@ -210,9 +205,8 @@ class RingSendRecv:
 
     def __init__(self, x: Tensor, axis: Axis):
         self.sent, self.received = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
-        size = self.sent.numel()
         send_sizes, recv_sizes = [0] * axis.size, [0] * axis.size
-        send_sizes[(axis.index + 1) % axis.size] = recv_sizes[(axis.index - 1) % axis.size] = size
+        send_sizes[(axis.index + 1) % axis.size] = recv_sizes[(axis.index - 1) % axis.size] = x.numel()
         self.axis = axis
         flat = self.received.view(-1), self.sent.view(-1)
         self.work = all_to_all(*flat, recv_sizes, send_sizes, axis=axis, async_op=True)
@@ -242,9 +236,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, hidden: Tensor | None)
     return out, lse
 
 
-def attend_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, hidden: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def attend_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
+                    hidden: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Returns the gradients of queries, keys and values. `out` and `lse` are those over all keys."""
     if not _has_flash_kernel(q, hidden):
         probs = (_scores(q, k, causal, hidden) - lse.unsqueeze(-1)).exp()
@@ -264,6 +257,4 @@ def _scores(q: Tensor, k: Tensor, causal: bool, hidden: Tensor | None) -> Tensor
     if hidden is not None:
         # Finite, because -inf gives NaN for a query that sees none of these keys; its own key outweighs them.
         scores = scores.masked_fill(hidden.unsqueeze(1), torch.finfo(scores.dtype).min / 4)
-    if not causal:
-        return scores
-    return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+    return scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf) if causal else scores

@@ -9,8 +9,7 @@
     FSDP           PyTorch's FSDP2 (`fsdp.py`) on the (replicate, shard) mesh: ZeRO 2 reduce-scatters gradients after
                    each backward, ZeRO 3 also reshards weights after each forward and backward.
 
-All of them sum gradients rather than average them: the loss is already divided by the number of targets in the global
-batch.
+All of them sum gradients instead of averaging them: the loss is already divided by the targets of the global batch.
 
 ZeRO 1 is our own because PyTorch's ZeroRedundancyOptimizer assigns whole parameters, not rows, to ranks, and supports
 neither tensor-parallel weights nor pipeline stages."""
@@ -57,8 +56,7 @@ class DataParallel:
             for name, weight in chain.named_unique_parameters():
                 shape, tensor_dim, expert = specs[name]
                 axis = self.mesh["expert_replicas" if expert else "fsdp"]
-                expert_axis = self.mesh["expert"] if expert else SINGLE_RANK
-                splits = [(tensor_dim, self.mesh["tensor"]), (0, expert_axis)]
+                splits = [(tensor_dim, self.mesh["tensor"]), (0, self.mesh["expert"] if expert else SINGLE_RANK)]
                 if weight.requires_grad or isinstance(weight, DTensor):  # others are frozen, and whole on every rank
                     splits.append((0, axis))
                 sharded_dims = tuple((dim, over) for dim, over in splits if dim is not None and over.size > 1)
@@ -152,8 +150,6 @@ def _accumulate(master: Tensor, weight: Tensor) -> None:
 
 
 class Zero1(DataParallel):
-    """Full weights and gradients on every rank; optimizer state sharded if `shard` > 1."""
-
     def local_shard(self, weight: nn.Parameter, axis: Axis) -> Tensor:
         if axis.size == 1:
             return weight
@@ -255,8 +251,6 @@ def _gradient_rows(weight: nn.Parameter, shard: Axis) -> Tensor:
 
 
 class DDP(DataParallel):
-    """PyTorch's DDP, for `replicate` alone."""
-
     def make_param_shards(self, specs: ParamSpecs) -> list[ParamShard]:
         axis = self.mesh["replicate"]
         with warnings.catch_warnings():

@@ -23,8 +23,6 @@ from shardwise.parallel.torch_pipelining import Pipeline
 
 @dataclass
 class Engine:
-    """One rank's part of a job: its modules, parameter shards, mesh and batch."""
-
     has_tables: ClassVar[bool] = False  # whether the model has sharded embedding tables
 
     model: ModelConfig
@@ -45,7 +43,6 @@ class Engine:
         return [shard for shard in self.param_shards if not shard.is_table]
 
     def make_optimizer(self, job: Job) -> torch.optim.Optimizer:
-        """Returns the optimizer of all parameter shards of this rank."""
         task = job.family.task(job.model)
         if task is not None and task.optimizer is not None:
             return make_user_optimizer(task.optimizer, self.dense_shards, job.optimizer.lr)
@@ -96,7 +93,6 @@ class Engine:
         return self.chains[0](part.tokens, **part.forward_kwargs)  # type: ignore[no-any-return]
 
     def divide_gradients(self, divisor: Tensor) -> None:
-        """Divides all gradients in place."""
         for device in {param_shard.tensor.device for param_shard in self.param_shards}:
             gradients = [param_shard.grad for param_shard in self.param_shards if param_shard.tensor.device == device]
             torch._foreach_div_(gradients, divisor.to(device))

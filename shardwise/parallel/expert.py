@@ -63,9 +63,8 @@ def apply(chain: Chain, layout: Layout, mesh: Mesh) -> set[str]:
     return sharded_names
 
 
-def routing_stats(
-    model: Any, chains: list[Chain], world: Axis, device: torch.device, sent: float = 0.0, waited: float = 0.0
-) -> Tensor:
+def routing_stats(model: Any, chains: list[Chain], world: Axis, device: torch.device, sent: float,
+                  waited: float) -> Tensor:  # fmt: skip
     """Returns figures over all layers and ranks since the last call; `sent` and `waited` are this rank's:
 
     - tokens of the busiest expert over the mean of all experts, averaged over layers; 1 is balanced;

@@ -1,8 +1,7 @@
 """ZeRO 2 and 3 with PyTorch's FSDP2, and the choice of the data-parallel strategy for a layout.
 
 The one file with FSDP2's internals: it has no public hooks around its waits, no public way to reduce gradients and
-reshard at the end of a split backward, and no public access to the order in which it packs the gradients of a module.
-"""
+reshard at the end of a split backward, and no public access to the order in which it packs gradients."""
 
 import warnings
 from typing import Any
@@ -55,8 +54,6 @@ def finish_backward(root: FSDPModule) -> None:
 
 
 class FSDP(DataParallel):
-    """PyTorch's FSDP2."""
-
     def __init__(self, chains: list[Chain], mesh: Mesh, *args: Any, policy: MixedPrecisionPolicy):
         super().__init__(chains, mesh, *args)
         self.shapes = {name: weight.shape for chain in chains for name, weight in chain.named_unique_parameters()}

@@ -1,7 +1,6 @@
 """How gradients are reduced over data-parallel ranks: the `[gradient]` section of a job.
 
-Gradients are summed by PyTorch's backend, or compressed with error feedback (`gradient.compress`): the error of a step
-is added to the next.
+Gradients are summed by PyTorch, or compressed with error feedback (`gradient.compress`): a step's error joins the next.
 
     fp16, bf16       cast
     int8             quantized to [-127, 127], one scale per 1024 elements
@@ -183,8 +182,7 @@ class Compressor:
 
     def _decode_parts(self, received: Tensor, sizes: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         lengths = [encoded_bytes(self.spec, size, dtype) for size in sizes]
-        parts = zip(received.split(lengths, 1), sizes, strict=True)
-        return [decode(self.spec, part, size, dtype) for part, size in parts]
+        return [decode(self.spec, *part, dtype) for part in zip(received.split(lengths, 1), sizes, strict=True)]
 
     def _all_to_all(self, encoded: Tensor, axis: Axis) -> Tensor:
         received = encoded.new_empty(encoded.shape)

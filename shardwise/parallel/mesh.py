@@ -28,8 +28,6 @@ DERIVED_AXES = ("data", "fsdp", "replicas", "fsdp_context", "world", "expert", "
 
 
 class Mesh:
-    """The axes of a layout over the processes of the default process group."""
-
     def __init__(self, layout: Layout, device: torch.device, local_sgd: bool = False):
         self.layout, self.device, self.timer = layout, device, StepTimer(device)
         self.rank = dist.get_rank() if dist.is_initialized() else 0
@@ -90,11 +88,9 @@ class Mesh:
                 self._axes["world"] = self._axis("world", group)
 
     def _make_expert_axes(self, grid: torch.Tensor) -> None:
-        """Makes `expert` and `expert_replicas`."""
-        self.expert_mesh = DeviceMesh(
-            self.device.type, grid.flatten(2, 3).unflatten(2, (-1, self.layout.expert_ranks)),
-            mesh_dim_names=("pipeline", "replicate", "expert_replicas", "expert", "tensor"),
-        )  # fmt: skip
+        names = ("pipeline", "replicate", "expert_replicas", "expert", "tensor")
+        split_grid = grid.flatten(2, 3).unflatten(2, (-1, self.layout.expert_ranks))
+        self.expert_mesh = DeviceMesh(self.device.type, split_grid, mesh_dim_names=names)
         for axis in ("expert", "expert_replicas"):
             group = self.expert_mesh.get_group(axis)
             self._axes[axis] = self._axis("expert", group) if group.size() > 1 else SINGLE_RANK

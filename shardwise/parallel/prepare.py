@@ -114,9 +114,7 @@ def cut_stages(layout: Layout, costs: Sequence[float]) -> list[tuple[int, int]]:
         modules = f"{len(costs)} modules ({pluralize(len(costs) - 2, 'layer')}, embedding and head)"
         remedy = f"use at most {len(costs)} stages"
         raise LayoutError(f"layout '{layout}' has {count} stages, but the model has {modules}; {remedy}.")
-    if layout.stages:
-        return _explicit_stages(layout, len(costs) - 2)
-    return balance(tuple(costs), count)
+    return _explicit_stages(layout, len(costs) - 2) if layout.stages else balance(tuple(costs), count)
 
 
 def _explicit_stages(layout: Layout, layers: int) -> list[tuple[int, int]]:

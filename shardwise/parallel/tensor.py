@@ -7,8 +7,7 @@ the plan names. Between those, activations are split along the sequence.
     VocabEmbedding  look up this rank's rows, zero for others -> reduce-scatter along the sequence
     VocabHead       all-gather along the sequence -> logits of this rank's vocabulary -> loss over the full vocabulary
 
-A replicated parameter sees only some tokens or heads on each rank, so its gradient is a partial sum; the step
-all-reduces those once.
+A replicated parameter sees only some tokens or heads on each rank: its gradient is a partial sum, which a step sums up.
 
 DTensor's parallel styles compute the same. We do not use them because uneven heads crash or need weights of another
 shape, plain tensors and DTensors do not mix in norms and fused optimizers, and every operator pays for dispatch."""

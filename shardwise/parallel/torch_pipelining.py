@@ -49,10 +49,8 @@ def schedule_actions(schedule: str, ranks: int, virtual: int, micro_batches: int
         # Without sends and receives, which take PyTorch far longer to insert than the actions themselves.
         without_comms = type("Bare", (schedule_class,), {"_prepare_schedule_with_comms": lambda self, actions: None})
         order = without_comms([stage] * virtual, micro_batches).pipeline_order
-    actions_by_rank = {
-        rank: [action for action in actions if action and action.computation_type != schedules.REDUCE_GRAD]
-        for rank, actions in order.items()
-    }
+    actions_by_rank = {rank: [action for action in actions if action and action[1] != schedules.REDUCE_GRAD]
+                       for rank, actions in order.items()}  # fmt: skip
     if schedule == "1f1b":
         # PyTorch's list numbers the last rank's forwards from 1; what it executes is numbered from 0.
         numbers = iter(range(micro_batches))
@@ -171,8 +169,7 @@ class Pipeline:
         self.stages = [
             PatchedPipelineStage(
                 StageModule(module, reshard_after_use=layout.zero == 3), index, layout.stage_count, mesh.device,
-                group=mesh["pipeline"].group, timer=mesh.timer,
-                input_args=first_input if index == 0 else self.hidden_states,
+                group=mesh["pipeline"].group, timer=mesh.timer, input_args=self.hidden_states if index else first_input,
                 output_args=loss if index == last else self.hidden_states,
             )
             for index, module in zip(indices, modules, strict=True)

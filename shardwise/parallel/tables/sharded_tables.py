@@ -49,10 +49,6 @@ class TableShard:
     rows: tuple[int, int]
 
     @property
-    def start(self) -> tuple[int, int]:
-        return self.rows[0], 0
-
-    @property
     def num_rows(self) -> int:
         return self.rows[1] - self.rows[0]
 
@@ -137,7 +133,7 @@ class TableParamShard(ParamShard):
 
     @property
     def offset_and_shape(self) -> tuple[tuple[int, ...], list[int]]:
-        return self.shard.start, list(self.tensor.shape)
+        return (self.shard.rows[0], 0), list(self.tensor.shape)
 
 
 @dataclass(frozen=True)
@@ -299,7 +295,7 @@ class ShardedTables:
         """Initializes the rows; the values depend on the seed alone, not on the placement."""
         for local in self.local_shards:
             key, std = hash_key("init", seed, local.name), self.tables[local.shard.table].init_std
-            normal_(local.tensor, key, local.shape, local.shard.start, std)
+            normal_(local.tensor, key, local.shape, local.offset_and_shape[0], std)
 
     def locate(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the rank that owns each row, and the row's index in its storage."""
@@ -337,7 +333,6 @@ class ShardedTables:
         return output
 
     def update_rows(self, rows: Tensor, state: dict[str, Tensor], indices: Tensor, gradient: Tensor, lr: float) -> None:
-        """Updates some rows of a tensor."""
         if self.optimizer == "adagrad":
             rowwise_adagrad_(rows, state["sum"], indices, gradient, lr, self.eps)
         else:
@@ -350,8 +345,7 @@ class ShardedTables:
         cached_rows = unique_rows[:0]
         if self.hot_rows is not None:
             unique_rows, inverse_indices, cached_rows = self.hot_rows.split_cached(unique_rows, inverse_indices)
-        requests = self._request_rows(unique_rows)
-        return LookupRoute(bags.offsets, bags.weights, inverse_indices, cached_rows, *requests)
+        return LookupRoute(bags.offsets, bags.weights, inverse_indices, cached_rows, *self._request_rows(unique_rows))
 
     def _row_numbers(self, bags: Bags, ids: Tensor) -> Tensor:
         """Returns the row number over all tables of each id."""
@@ -390,7 +384,6 @@ class ShardedTables:
         return rows, gradient
 
     def divide_gradients(self, divisor: float) -> None:
-        """Divides all gradients."""
         for gradient in (self.gradient, *([self.hot_rows.gradient] if self.hot_rows else ())):
             gradient.div_(divisor)
 

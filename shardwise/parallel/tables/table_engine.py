@@ -58,8 +58,6 @@ def check_host_memory(prepared: Prepared, bytes_per_rank: float) -> None:
 
 @dataclass
 class TableEngine(Engine):
-    """An engine whose model looks up rows of sharded embedding tables."""
-
     has_tables = True
 
     model: Any
@@ -83,8 +81,7 @@ class TableEngine(Engine):
 
     def evaluate(self, samples: Samples) -> Tensor:
         route = self._route(samples)
-        rows = self._fetch(route)
-        parts = self._micro_batches(samples, route, rows)
+        parts = self._micro_batches(samples, route, self._fetch(route))
         return torch.stack([self._loss(self.chains[0], micro_batch, vectors) for micro_batch, vectors in parts]).sum()
 
     def _fetch(self, route: LookupRoute) -> Tensor:
