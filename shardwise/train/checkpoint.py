@@ -188,11 +188,8 @@ class CheckpointManager:
         for name, staged in unpack(self._staging, entries).items():
             staged.copy_(pieces[name].tensor, non_blocking=True)
             copies[name] = replace(pieces[name], tensor=staged)
-        if device.type != "cuda":
-            return copies, None
-        ready = torch.cuda.Event()  # stream order protects the copies from later kernels; only the writer must wait
-        ready.record()
-        return copies, ready
+        # On a GPU, stream order protects the copies from later kernels; only the writer must wait for them.
+        return copies, torch.cuda.current_stream().record_event() if device.type == "cuda" else None
 
     def _write_in_background(self, step: int, pieces: Pieces, metadata: str, ready: torch.cuda.Event | None) -> None:
         try:

@@ -73,7 +73,6 @@ class CheckpointGroup:
         return [result for result, _ in outcomes]  # type: ignore[misc]
 
     def all_gather(self, value: T) -> list[T]:
-        """Returns the values of all ranks, on every rank."""
         return [value] if self.group is None else all_gather_json(value, self.group)
 
     def on_rank_zero(self, function: Callable[[], T]) -> T:
@@ -163,8 +162,7 @@ def find_newest_valid(folder: Path, group: CheckpointGroup, step: int | None = N
         damaged.append((path, f"checkpoint {path.name} is damaged: {'; '.join(problems)}."))
     if not damaged:
         return CheckpointChoice(None, {}, [])
-    sentences = " ".join(sentence for _, sentence in damaged)
-    raise CheckpointError(f"no checkpoint in {folder} can be loaded. {sentences}")
+    raise CheckpointError(f"no checkpoint in {folder} can be loaded. {' '.join(sentence for _, sentence in damaged)}")
 
 
 def verify_checkpoint_files(path: Path, group: CheckpointGroup) -> tuple[list[str], dict[str, Any]]:

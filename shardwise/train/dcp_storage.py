@@ -76,8 +76,7 @@ def write_pieces(folder: Path, pieces: Pieces, group: CheckpointGroup) -> FileDi
             stored = [(chunk, places[name, *chunk.offsets]) for chunk in tensor.chunks]
             metadata.storage_data |= {MetadataIndex(name, chunk.offsets): _StorageInfo(*at) for chunk, at in stored}
             found = [[*at, list(chunk.offsets), list(chunk.sizes)] for chunk, at in stored]
-            dtype = dtype_name(tensor.properties.dtype)
-            index[name] = {"dtype": dtype, "shape": list(tensor.size), "pieces": found}
+            index[name] = {"dtype": dtype_name(tensor.properties.dtype), "shape": list(tensor.size), "pieces": found}
         contents = {INDEX_FILE: json.dumps(index).encode(), DCP_INDEX_FILE: pickle.dumps(metadata)}
         return {name: write_hashed_file(folder / name, content) for name, content in contents.items()}
 

@@ -99,8 +99,7 @@ class TrainingLoop:
             dist.barrier()  # rank 0 has written the tokenizer
         own = self.folder.tokenizer if self.job.data.tokenizer != "bytes" and self.folder.tokenizer.exists() else None
         self.validation_sets = open_validation_sets(self.job, own)
-        keep_best = self.job.validation.keep_best
-        self.best = CheckpointManager(self.folder.best, 1, False, None, str(self.layout)) if keep_best else None
+        self.best = CheckpointManager(self.folder.best, 1, False) if self.job.validation.keep_best else None
         self.validation_losses: list[float] = []
         self.bad_records.log_path = self.folder.bad_records_path
         self.metrics = MetricsProcessor(self.job, self.engine, self.optimizer, self.folder, self.progress,
@@ -231,8 +230,7 @@ class TrainingLoop:
             check_none_lost(self.folder) if state is None else check_state(self.folder, self.job, state)
             self.folder.discard_after(first)
         message = f"from step {first} in layout '{self.layout}'."
-        source = self.checkpoints.source
-        self._log_event("resumed", message, layout=str(self.layout), step=first, source=source)
+        self._log_event("resumed", message, layout=str(self.layout), step=first, source=self.checkpoints.source)
         return first
 
     def _score_pairs(self) -> None:

@@ -110,8 +110,7 @@ class MetricsProcessor:
             waits = engine.timer.wait_seconds if self.device.type == "cpu" else self.ranks.last_waits
             sent_bytes, waited = sent.get("expert", 0), waits.get("expert", 0.0)
             values.extend(routing_stats(model, engine.chains, self.world, self.device, sent_bytes, waited))
-        stacked = self._read(torch.stack(values))
-        loss, grad_norm, skipped, scale, stop_signal, is_corrupt, *routing_values = stacked
+        loss, grad_norm, skipped, scale, stop_signal, is_corrupt, *routing_values = self._read(torch.stack(values))
         seconds = time.perf_counter() - start_time
         previous_step, self.ranks.last_step = self.ranks.last_step, step
         spent, waits = self.engine.timer.elapsed()

@@ -30,7 +30,7 @@ from shardwise.files import cache_folder, parse_json, parse_record, write_text
 from shardwise.object_store import ObjectStore, in_parallel, is_plain, parse_url
 from shardwise.train import checkpoint_folder as disk
 from shardwise.train.checkpoint_folder import MANIFEST_FILE, DamagedCheckpoint, parse_manifest, save_order
-from shardwise.workers.run_owner import is_dead, owner_name, read_owner
+from shardwise.workers.run_owner import Say, is_dead, owner_name, read_owner
 
 LINK_FILE, WRITER_FILE = "store.json", "writer.json"  # of a local copy: its URL and id; of the store: who writes there
 FETCHED_FILE = ".fetched"  # marks a local checkpoint that came from the store
@@ -39,7 +39,6 @@ LOCAL_PREFIXES = ("checkpoints/", "heartbeats/", "owner.", LINK_FILE, WRITER_FIL
 BEAT_SECONDS, STALE_SECONDS = 10.0, 60.0
 ARRIVAL_SECONDS = 10.0  # to wait for a file that another node may be copying
 WAIT_SECONDS = 5.0
-Say = Callable[[str], None]
 
 
 def local_folder(url: str, use: str = "") -> Path:
@@ -68,8 +67,6 @@ def fetch_run(path: Path, weights: bool = False, step: int | None = None) -> Pat
 
 
 class RunStore:
-    """The run of a local copy, in its store."""
-
     def __init__(self, folder: Path):
         link = parse_json((folder / LINK_FILE).read_bytes())
         self.folder, self.url, self.id = folder, str(link["url"]), str(link["id"])
