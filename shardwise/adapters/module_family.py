@@ -306,8 +306,7 @@ class ModuleFamily(Family):
 
 
 def _block_linears(module: nn.Module, anatomy: Anatomy) -> list[nn.Linear]:
-    blocks = (module.get_submodule(name) for name in anatomy.blocks)
-    parts = (part for block in blocks for part in block.modules())
+    parts = (part for name in anatomy.blocks for part in module.get_submodule(name).modules())
     return [part for part in parts if isinstance(part, nn.Linear) and type(part) in (nn.Linear, Linear)]
 
 

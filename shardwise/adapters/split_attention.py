@@ -91,8 +91,7 @@ class _TokenUses(TorchDispatchMode):
         if name == "embedding":
             self.looks_up_computed |= is_computed
         elif (is_computed or is_token) and name not in SHAPE_ONLY:
-            found = self.tokens if is_token and name in _VIEWS else self.computed
-            found += tensors_in(out)
+            (self.tokens if is_token and name in _VIEWS else self.computed).extend(tensors_in(out))
         return out
 
 

@@ -1,8 +1,7 @@
 """Tensor parallelism of a module that is not ours, from a plan as data: a style by pattern of module names.
 
 The styles are in docs/reference/job.md; every other weight is whole on every rank. Each rank computes the whole loss,
-which counts once; gradients of whole weights are summed over the ranks, so norms inside of split heads need no style of
-their own."""
+which counts once; gradients of whole weights are summed over the ranks, so norms in split heads need none."""
 
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -53,13 +52,12 @@ def make_sharding_plan(module: nn.Module, anatomy: Anatomy, styles: Mapping[str,
     shard_dims: list[sharding.ShardDim] = []
     rules: list[sharding.ModuleRule] = []
     for pattern, style in styles.items():
-        found = [(name, part) for name, part in module.named_modules() if fnmatchcase(name, pattern)]
-        found = [(name, part) for name, part in found if name.count(".") == pattern.count(".")]
+        as_deep = {name: part for name, part in module.named_modules() if name.count(".") == pattern.count(".")}
+        found = [(name, part) for name, part in as_deep.items() if fnmatchcase(name, pattern)]
         if not found and is_hint:
             continue
         if not found:
-            names = [name for name, _ in module.named_modules() if name.count(".") == pattern.count(".")]
-            raise JobError(f"tensor_plan: no module is named like {pattern!r}; {suggest(pattern, names)}")
+            raise JobError(f"tensor_plan: no module is named like {pattern!r}; {suggest(pattern, as_deep)}")
         for name, part in found:
             kind = nn.Embedding if style == "vocab" else nn.Linear
             if not isinstance(part, kind):
@@ -99,8 +97,7 @@ def _compared(module: nn.Module, anatomy: Anatomy, summed: list[str]) -> Iterato
     for block in anatomy.blocks:
         for child, _ in module.get_submodule(block).named_children():
             name = f"{block}.{child}"
-            if name not in anatomy.called_once:
-                continue
-            if not summed or any(rule == name or rule.startswith(f"{name}.") for rule in summed):
+            ends_in_sum = any(f"{rule}.".startswith(f"{name}.") for rule in summed)
+            if name in anatomy.called_once and (ends_in_sum or not summed):
                 yield name
         yield block

@@ -297,10 +297,9 @@ class HuggingFaceFamily(ModuleFamily):
         return refused
 
     def example_inputs(self, config: Any, samples: int, limit: int) -> dict[str, torch.Tensor]:
-        generator = torch.Generator()
         if config.sample_kind == "images":
             size = (samples, 3, config.image_size, config.image_size)
-            return {"pixel_values": torch.randn(size, generator=generator, dtype=torch.float64)}
+            return {"pixel_values": torch.randn(size, generator=torch.Generator(), dtype=torch.float64)}
         inputs = super().example_inputs(config, samples, limit)
         return inputs if config.span_corruption is None else inputs | {"decoder_input_ids": inputs["input_ids"]}
 

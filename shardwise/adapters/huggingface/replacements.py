@@ -5,8 +5,7 @@ ring or Ulysses attention. With a sliding window, softcap or sinks, keys and val
 own mask function is evaluated at this rank's positions. Both are registered with transformers as "shardwise". Experts
 on the ranks of the expert axis: a rank keeps some of the experts that a module of transformers has stacked. Tokens are
 sorted by expert, sent to the ranks that have them, go through the module's own forward with one expert each, and come
-back to be weighted and summed. The fused loss of causal language models: their head computes the loss, and never all
-logits."""
+back to be weighted and summed. With the fused loss, the head of a causal language model never has all logits."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,7 +29,6 @@ NAME = "shardwise"
 
 
 def attend_through_shardwise(module: nn.Module) -> None:
-    """Makes a module call our attention."""
     register()
     for config in _configs(module):
         config._attn_implementation = NAME
@@ -62,8 +60,7 @@ def register() -> None:
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, attention_mask)
     masking: Any = masking_utils
-    # transformers takes positions that jump for several sequences, and while a CUDA graph is captured, it cannot look
-    # and assumes several. We know.
+    # transformers takes positions that jump for several sequences, and those of a CUDA graph, which it cannot read.
     masking.find_packed_sequence_indices = lambda position_ids: SPLIT.document_ids
     # Since 5.23 it also counts from the start of each document, by the positions of this rank alone. Distances within a
     # document are the same without that.
