@@ -3,8 +3,7 @@
 A template is Jinja, as Hugging Face's tokenizers carry it. It comes from elsewhere, so it runs in Jinja's sandbox. What
 the assistant says is what stands in `{% generation %}` blocks; in a template without them, what a message of the
 assistant adds to the text after the generation prompt. Some templates write a message differently once others follow
-(they drop what the assistant thought). Each of its messages is then a sample of its own, in which nothing follows it.
-"""
+(they drop what the assistant thought). Each of its messages is then a sample of its own, the last in it."""
 
 import json
 import re

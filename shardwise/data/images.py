@@ -165,8 +165,7 @@ def _valid_records(path: Path, records: np.ndarray, bad_records: BadRecords) -> 
     if remainder := path.stat().st_size % RECORD_BYTES:
         reasons[end] = f"the file ends after {remainder} of {RECORD_BYTES:,} bytes."
     for number, reason in reasons.items():
-        where = f"{path}, record {number + 1} (byte {number * RECORD_BYTES:,})"
-        bad_records.report(DataError(f"{where}: {reason}"))
+        bad_records.report(DataError(f"{path}, record {number + 1} (byte {number * RECORD_BYTES:,}): {reason}"))
     return np.setdiff1d(np.arange(end), invalid, assume_unique=True)
 
 

@@ -62,9 +62,8 @@ class Subset(CountedSource):
 
 class Mixture(CountedSource):
     """Interleaves several sources in one stream by weight; as a dataset, their concatenation. The first source gets its
-    share of all stream positions, evenly spread, the next its share of the remaining ones, and so on. In any prefix of
-    the stream each source has its share, to within one sample per preceding source. Each source is shuffled and
-    repeated on its own."""
+    share of all stream positions, evenly spread, the next its share of the rest, and so on. In any prefix of the stream
+    each has its share, to within one sample per preceding source. Each is shuffled and repeated by itself."""
 
     WEIGHT_BITS = 24  # fixed-point bits of a weight; products fit 64 bits for positions below 2^39
 
@@ -210,9 +209,8 @@ class SampleStream:
             key = (epoch, *source_index)
             if key not in self._permutations:
                 self._permutations[key] = Permutation(count, "order", self.seed, *key)
-            permutation = self._permutations[key]
             mask = positions // count == epoch
-            indices[mask] = permutation(positions[mask] % count)
+            indices[mask] = self._permutations[key](positions[mask] % count)
         return indices
 
     def read(self, positions: np.ndarray) -> Samples:

@@ -129,7 +129,6 @@ class TokenWindows(CountedSource):
         # Ids can exceed the declared vocabulary (headerless files, bit flips). On a GPU, an id beyond the embedding's
         # rows fails with a device assertion that names neither file nor sample.
         if (largest := int(tokens.max())) >= file.vocab:
-            token_index = first + int(tokens.argmax())
-            problem = f"{file.path} has id {largest} at token {token_index} (sample {index})"
+            problem = f"{file.path} has id {largest} at token {first + int(tokens.argmax())} (sample {index})"
             raise DataError(f"{problem}; set model.vocab = {largest + 1} or more, or write the file again.")
         return tokens

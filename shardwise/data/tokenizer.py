@@ -60,8 +60,6 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """Wraps a tokenizer of the `tokenizers` library."""
-
     def __init__(self, tokenizer: Any, name: str, text: str = ""):
         tokenizer.encode_special_tokens = True
         tokenizer.no_padding()  # saved tokenizers may have padding and truncation enabled
