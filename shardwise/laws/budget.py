@@ -263,8 +263,7 @@ def recommend_with_plan(fitted_law: FittedLaw, flops: float | None, days: float 
     job, model = plan.job, plan.job.require_decoder()
     result["plan"] = {
         "cluster": plan.cluster.device.name, "precision": job.precision, "devices": plan.devices,
-        "layout": str(plan.best.layout),
-        "fits": plan.fits(plan.best), "days": plan.training_seconds / SECONDS_PER_DAY,
+        "layout": str(plan.best.layout), "fits": plan.fits(plan.best), "days": plan.training_seconds / SECONDS_PER_DAY,
         "device_hours": plan.training_seconds / 3600 * plan.devices, "mfu": plan.mfu(plan.best),
         "planner_flops": plan.shape.flops(job.samples) * job.total_steps, "batch_samples": job.samples,
         "lr": job.optimizer.lr, "parameters": count_parameters(model, fitted_law.parameter_scope),

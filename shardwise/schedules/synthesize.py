@@ -5,9 +5,8 @@ runs the list scheduler with many priority rules, then improves the best of them
 fit are candidates too, so the result is never slower in simulation than the best of them. The search budget counts
 simulated actions, not seconds, so every rank of a run finds the same schedule. `make_auto_schedule` states the problem
 of a layout and checks the result with the memory model that every schedule is held to. The list scheduler starts each
-action as soon as its inputs have arrived and its rank is free, in one pass in order of time. A free rank runs a forward
-while it is below its in-flight limit and has memory, else a backward, else a backward-weight if that fits before the
-next input arrives."""
+action as soon as its inputs have arrived and its rank is free, in order of time. A free rank runs a forward while it is
+below its in-flight limit and has memory, else a backward, else a backward-weight if it fits before the next input."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -31,8 +30,6 @@ RankMemoryFn = Callable[[int, tuple[InFlightCounts, ...]], float]  # the bytes t
 
 @dataclass(frozen=True)
 class SchedulingProblem:
-    """Stage costs, ranks, micro-batches and memory limits of a pipeline to schedule."""
-
     costs: StageCosts
     ranks: int
     micro_batches: int
@@ -98,8 +95,7 @@ class ListScheduler:
             now, rank = heappop(self.events)
             if now >= self.free_at[rank]:
                 self._schedule_next(rank, now)
-        m = self.problem.micro_batches
-        done = all(n == m for n in self.next[self.backward]) and not any(self.pending_weights)
+        done = all(n == self.problem.micro_batches for n in self.next[self.backward]) and not any(self.pending_weights)
         return self.order if done else None
 
     def _schedule_next(self, rank: int, now: float) -> None:

@@ -25,7 +25,7 @@ from shardwise.models.chain import init_weights
 from shardwise.models.pretrained import ModuleWeights
 from shardwise.parallel.prepare import Prepared, meta_model, prepare
 from shardwise.train.local_machine import require_memory
-from shardwise.verify.parity import VerifyResult, verify
+from shardwise.verify.parity import VerifyResult, relative_error, verify
 
 LAYOUTS = parse_toml(Path(__file__).with_name("layouts.toml").read_text(encoding="utf-8"))
 TOLERANCE = 1e-10  # of the comparison with transformers
@@ -175,9 +175,9 @@ def compare_with_transformers(job: Job, samples: int = 2) -> Answer:
     for name, gradient in _in_module(job, reference, gradients).items():
         theirs = named[name].grad
         assert theirs is not None, f"{name} has no gradient"
-        differences[name] = float((gradient - theirs).norm() / theirs.norm().clamp(min=GRADIENT_FLOOR))
+        differences[name] = relative_error(gradient, theirs, GRADIENT_FLOOR)
     worst = max(differences, key=lambda name: differences[name])
-    difference = float((logits - expected).detach().norm() / expected.detach().norm())
+    difference = relative_error(logits.detach(), expected.detach())
     found = {"module": type(reference).__name__, "logits": difference, "gradient": differences[worst],
              "parameter": worst, "count": len(differences)}  # fmt: skip
     found["ok"] = is_equal = max(difference, differences[worst]) <= TOLERANCE

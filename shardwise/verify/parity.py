@@ -134,15 +134,13 @@ class PackedSource(IgnoredTargetsSource):
     dpo_beta = 0.0
 
     def samples(self, indices: np.ndarray, positions: np.ndarray) -> Samples:
-        rows = np.stack([self.read_sample(index) for index in indices.tolist()])
-        tokens, targets = next_token(rows, positions)
+        tokens, targets = next_token(np.stack([self.read_sample(index) for index in indices.tolist()]), positions)
         places = (np.arange(self.length) + 5 * indices[:, None]) % (3 + indices[:, None] % (self.length // 2 + 1))
         is_first = (places == 0) | (np.arange(self.length) == 0)
         targets[:, :-1][is_first[:, 1:]] = IGNORE_INDEX
         parts = [np.where(is_first, ~tokens, tokens), targets, positions.astype(np.int64)]
         if self.dpo_beta:  # the first document of a row, and the others
-            is_rejected = np.cumsum(is_first, 1) > 1
-            parts[1] = np.where(is_rejected, mark_rejected(targets), targets)
+            parts[1] = np.where(np.cumsum(is_first, 1) > 1, mark_rejected(targets), targets)
             parts.append(np.stack((indices / 3 - 1, np.full(len(indices), self.dpo_beta)), 1))
         return Samples.from_tensors(torch.from_numpy(part) for part in parts)
 
