@@ -40,10 +40,12 @@ class AdamW(ShardedOptimizer):
         self.stream: StateStream | None = None
         self.host_moments: dict[tuple[Tensor, str], Tensor] = {}
         if self.offload:
-            owners = [(weight, key) for weight in weights for key in MOMENTS]
-            shapes, dtype = [weight.shape for weight, _ in owners], state_dtype or weights[0].dtype
-            zeros, self.host_buffer = host_zeros(shapes, dtype)
-            self.host_moments = dict(zip(owners, zeros))
+            owners, dtype = [(weight, key) for weight in weights for key in MOMENTS], state_dtype or weights[0].dtype
+            like = [torch.empty_like(weight, dtype=dtype, device="meta") for weight, _ in owners]
+            entries, size = pack({str(number): moment for number, moment in enumerate(like)})
+            self.host_buffer = in_huge_pages(mmap.mmap(-1, size))
+            page_lock(self.host_buffer)  # as long as it is kept
+            self.host_moments = dict(zip(owners, unpack(self.host_buffer, entries).values()))
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -108,14 +110,6 @@ def torch_adamw_(shard: ParamShard, state: dict[str, Tensor], group: dict[str, A
         shard.compute_copy.copy_(weight)
 
 
-def host_zeros(shapes: Sequence[torch.Size], dtype: torch.dtype) -> tuple[list[Tensor], Tensor]:
-    """Returns zeros in host memory, and their buffer, which is page-locked as long as it is kept."""
-    entries, size = pack({str(i): torch.empty(shape, dtype=dtype, device="meta") for i, shape in enumerate(shapes)})
-    buffer = in_huge_pages(mmap.mmap(-1, size))
-    page_lock(buffer)
-    return list(unpack(buffer, entries).values()), buffer
-
-
 class StateStream:
     """Copies parts of both moments from host memory to the GPU and back, behind the computation."""
 
@@ -155,12 +149,8 @@ class StateStream:
 
 
 class AdamW8bit(ShardedOptimizer):
-    """AdamW with 8-bit moments: block-wise dynamic quantization (Dettmers et al. 2022).
-
-    A block is 256 consecutive elements of a row of the shard, with one float32 scale. Shards along the first dimension
-    have the same blocks as the full parameter; shards along the last one start new blocks, so rounding then depends
-    slightly on the layout. Vectors and small parameters keep full-precision moments. Checkpoints store dequantized
-    moments: quantizing them into the same blocks gives the same codes, and any layout or state dtype can resume."""
+    """AdamW with 8-bit moments: block-wise dynamic quantization (Dettmers et al. 2022, docs/explanation/optimizers.md).
+    Checkpoints store dequantized moments, for any layout and state dtype; the same blocks get the same codes again."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

@@ -106,9 +106,8 @@ def _orthogonalize_on_owners(matrix_shards: list[ParamShard]) -> list[Tensor]:
     gathered = [torch.cat(parts, dims[index]) for parts, index in zip(zip(*received), owned)]
     outer = [replace(matrix_shards[n], tensor=tensor, sharded_dims=matrix_shards[n].sharded_dims[:-1])
              for n, tensor in zip(owned, gathered, strict=True)]  # fmt: skip
-    results = zip(_orthogonalize_on_owners(outer), owned, strict=True)
-    result_chunks = [tensor.split(sizes[n], dims[n]) for tensor, n in results]
-    to_return = [[parts[rank] for parts in result_chunks] for rank in range(axis.size)]
+    chunks = [tensor.split(sizes[n], dims[n]) for tensor, n in zip(_orthogonalize_on_owners(outer), owned, strict=True)]
+    to_return = [[parts[rank] for parts in chunks] for rank in range(axis.size)]
     shapes = [[shape_of(index, axis.index) for index in indices] for indices in assignment]
     return _restore_order(assignment, _all_to_all_tensors(to_return, shapes, axis, matrix_shards[0].tensor))
 

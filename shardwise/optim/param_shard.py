@@ -31,9 +31,7 @@ class ParamShard:
     is_expert: bool = False  # whether the first dimension is split over the expert axis first
     replica_axis: Axis | None = None  # data-parallel ranks with this same shard; None if there are none
     is_matrix: bool = False  # whether it is a weight matrix of a block, or a stack of them: what Muon updates
-    compute_copy: Tensor | None = None
-    """The weight in compute precision that modules use, if kept next to the master weight (`SingleProcess`). The
-    gradient may be on it."""
+    compute_copy: Tensor | None = None  # the weight as modules see it, if `SingleProcess` keeps it; may have the grad
     is_compute_copy_current: bool = False  # whether the optimizer has cast the updated weight into it already
 
     @property

@@ -1,9 +1,7 @@
-"""The base class of our optimizers, which update parameter shards and sum statistics over all shards of a parameter,
-and SGD, LAMB and Adafactor.
+"""The base class of our optimizers, which update shards and sum over all shards of a parameter; SGD, LAMB, Adafactor.
 
 A step never synchronizes with the host: the device decides whether to skip it, identically on every rank. Sums over
-ranks use float64, so that replicas of a shard, which sum in different groups and maybe in another order, still get the
-same number in the dtype of the weights."""
+ranks use float64, so that replicas of a shard, which sum in other groups or orders, get the same number."""
 
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -106,10 +104,9 @@ class SGD(ShardedOptimizer):
 
 
 class LAMB(ShardedOptimizer):
-    """LAMB (You et al. 2020): Adam's update, scaled per parameter by the trust ratio |weight| / |update|.
-
-    Both norms are those of the full parameter, summed over the ranks that shard it. As in the authors' code, parameters
-    without weight decay (norms, biases) take Adam's plain update. The ratio has no bound; it is 1 if a norm is zero."""
+    """LAMB (You et al. 2020): Adam's update, scaled per parameter by the trust ratio |weight| / |update|. Both norms
+    are those of the full parameter, summed over the ranks that shard it. As in the authors' code, parameters without
+    weight decay (norms, biases) take Adam's plain update. The ratio has no bound; it is 1 if a norm is zero."""
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -148,11 +145,10 @@ class LAMB(ShardedOptimizer):
 
 
 class Adafactor(ShardedOptimizer):
-    """Adafactor (Shazeer and Stern 2018) in the variant of `torch.optim.Adafactor`.
-
-    For a matrix it keeps the mean squared gradient of each row and column, not two numbers per element. PyTorch's
-    version does not support shards; here, means and norms are those of the full parameter, summed over the ranks that
-    shard it. The step size is the RMS of the parameter times min(lr, 1/sqrt(step)); there is no first moment."""
+    """Adafactor (Shazeer and Stern 2018) in the variant of `torch.optim.Adafactor`. For a matrix it keeps the mean
+    squared gradient of each row and column, not two numbers per element. PyTorch's version does not support shards;
+    here, means and norms are those of the full parameter, summed over the ranks that shard it. The step size is the RMS
+    of the parameter times min(lr, 1/sqrt(step)); there is no first moment."""
 
     collapsed_dims = {"row_var": -1, "col_var": -2}
 
