@@ -1,9 +1,7 @@
 """Context parallelism: each rank holds a part of every sequence and attends to all of it.
 
-    ring     keys and values circulate from rank to rank, and each rank accumulates the softmax over them. Rank n holds
-             the n-th chunk from the front and the n-th from the back, which balances the work under a causal mask.
-    ulysses  an all-to-all gives each rank some heads of the full sequence, attention runs as on one device, and a
-             second all-to-all restores the sequence split (DeepSpeed Ulysses).
+docs/explanation/context.md describes both methods. In a ring, rank n holds the n-th chunk from the front and the n-th
+from the back, which balances the work under a causal mask.
 
 PyTorch's own `context_parallel` supports neither CPUs nor float64 and prescribes its own sharding. Attention over one
 chunk and its backward use PyTorch's flash kernels, which only private ATen operators expose with their log-sum-exp, or
@@ -133,10 +131,9 @@ def other_document_mask(document_ids: Tensor | None, axis: Axis, ring_step: int,
 
 
 def visible_slices(axis: Axis, ring_step: int, length: int, causal: bool) -> tuple[slice, slice, bool]:
-    """Returns the query and key slices visible at this ring step, and whether a causal mask applies.
-
-    At step n the keys come from the n-th rank before this one. If that rank's index is lower, its front chunk precedes
-    all our positions and its back chunk follows them."""
+    """Returns the query and key slices visible at this ring step, and whether a causal mask applies. At step n the keys
+    come from the n-th rank before this one. If that rank's index is lower, its front chunk precedes all our positions
+    and its back chunk follows them."""
     full, half = slice(None), length // 2
     if ring_step == 0 or not causal:
         return full, full, causal

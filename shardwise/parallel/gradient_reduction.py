@@ -1,21 +1,10 @@
 """How gradients are reduced over data-parallel ranks: the `[gradient]` section of a job.
 
-Gradients are summed by PyTorch, or compressed with error feedback (`gradient.compress`): a step's error joins the next.
-
-    fp16, bf16       cast
-    int8             quantized to [-127, 127], one scale per 1024 elements
-    onebit           the sign, and the mean magnitude per 64 elements
-    topk:0.01        the largest 1% of each 256 elements (rounded up: 3), with their indices
-    powersgd:rank=4  a matrix as a product of two low-rank ones (Vogels et al. 2019, arXiv 1905.13727)
-
-Each weight is compressed separately for each destination rank, so the result does not depend on bucketing. Over
-`shard`, gradients are reduce-scattered: each rank decompresses what it receives and sums it in full precision. Over
-`replicate`, topk and onebit are all-gathered and summed on every rank; fp16, bf16 and int8 are reduce-scattered, and
-the sums are compressed again and all-gathered. PowerSGD all-reduces its two factors. With both axes, only the reduction
-over `replicate`, the slower link, is compressed.
-
-Never compressed: gradients of 1-D weights, which are small, and of weights replicated over the tensor axis and tied
-weights of a pipeline, which are still partial sums."""
+Gradients are summed by PyTorch, or compressed with error feedback (`gradient.compress`): the error of a step is added
+to the next. docs/explanation/compression.md has the encodings, what is sent over each axis, and what is never
+compressed. Each weight is compressed separately for each destination rank, so the result does not depend on bucketing.
+Where fp16, bf16 and int8 are reduce-scattered over `replicate`, the sums are compressed again and all-gathered.
+PowerSGD (Vogels et al. 2019, arXiv 1905.13727) all-reduces its two factors."""
 
 import math
 from collections.abc import Sequence

@@ -1,11 +1,7 @@
 """Activation checkpointing: which activations are saved for the backward and which are recomputed.
 
-    none       saves everything
-    selective  saves matmuls and attention, recomputes the rest of each block; `full` for blocks with in-place operators
-    full       saves only the input of each block
-    0.4        saves everything in this fraction of a stage's blocks, rounded down; the others are `full`
-
-Dropout is a hash of seed and position, so no RNG state needs to be saved or restored.
+docs/how-to/save-memory.md lists the choices; `selective` is `full` for blocks with in-place operators. Dropout is a
+hash of seed and position, so no RNG state needs to be saved or restored.
 
 PyTorch's `checkpoint` recomputes a block in every traversal of its graph. Under a split backward that is once for the
 input gradient and once per matmul and norm, 9 forwards instead of 2, and selective checkpointing refuses the second

@@ -1,22 +1,11 @@
 """Embedding tables over the memory of all ranks: looked up by all-to-all, updated by the rank that owns a row.
 
 This is our own code because PyTorch has no sharded embedding tables, and TorchRec keeps tables and optimizers in
-kernels of its own. Tables are placed on ranks table-wise, row-wise, or by a mix chosen by size and lookups:
-
-    table    each table on one rank
-    row      the rows of each table in equal chunks over all ranks
-    auto     row-wise if a table exceeds a rank's share of all bytes or of all lookups, otherwise table-wise; each shard
-             goes to the rank with the least memory and lookups so far
-
-Chunks are those of `torch.chunk`. A rank has at most one shard of a table. Lookups of a row-wise table are assumed to
+kernels of its own. docs/explanation/embeddings.md says how tables are placed on ranks, and follows a step: `route`
+requests the distinct rows of a rank's samples from their owners, `fetch` receives them, `push_gradients` returns their
+gradients, `update` updates each touched row once; rows in the hot-row cache (`HotRowCache`) are not sent. Chunks of
+rows are those of `torch.chunk`, and a rank has at most one shard of a table. Lookups of a row-wise table are assumed to
 be proportional to shard size: true for hashed ids, as here, but not if small ids are the frequent ones.
-
-A step of each rank, for all rows that are not in the hot-row cache (`HotRowCache`):
-
-    route           requests the distinct rows its samples use from their owners: counts, then row numbers
-    fetch           receives the rows; bags are weighted sums of them, with autograd's gradient
-    push_gradients  sends the gradients of the distinct rows to the owners, which sum them over ranks
-    update          updates each touched row once (`shardwise.optim.sparse`)
 
 Gradients are sums over ranks, not means: the loss is already divided by the samples of the global batch. Storage and
 routes are on the GPU if the tables fit there, otherwise in host memory, pinned if there is a GPU."""
@@ -185,12 +174,11 @@ def most_frequent_ids(ids: Tensor, count: int) -> Tensor:
 
 
 class HotRowCache:
-    """The most used rows of all tables on every rank's device, with their optimizer state.
-
-    They need no all-to-all and no copy from host memory: their gradients are all-reduced like those of dense weights,
-    and every rank applies the same update. The rank that owns a row writes it back to host memory after each update, so
-    checkpoints, norms and other layouts find it there. The cached rows are those that the first samples of the stream
-    use most. That depends on the data alone, so a resumed run caches the same rows."""
+    """The most used rows of all tables on every rank's device, with their optimizer state. They need no all-to-all and
+    no copy from host memory: their gradients are all-reduced like those of dense weights, and every rank applies the
+    same update. The rank that owns a row writes it back to host memory after each update, so checkpoints, norms and
+    other layouts find it there. The cached rows are those that the first samples of the stream use most. That depends
+    on the data alone, so a resumed run caches the same rows."""
 
     def __init__(self, tables: "ShardedTables", rows: Tensor, axis: Axis, device: torch.device):
         """`rows`: sorted row numbers over all tables. `axis`: the ranks whose gradients are summed."""
@@ -250,7 +238,6 @@ class HotRowCache:
 
 class ShardedTables:
     """This rank's shards of all tables, stacked in one tensor; lookup, gradients and update of the rows of a batch.
-
     Rows are numbered over all tables; a rank stores its own in the order of their numbers."""
 
     def __init__(self, tables: Sequence[TableSpec], shards: Sequence[TableShard], axis: Axis, dtype: torch.dtype,
