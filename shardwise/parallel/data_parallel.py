@@ -46,8 +46,7 @@ class DataParallel:
         self.chains, self.mesh, self.compressor = chains, mesh, compressor
         self.modules: list[nn.Module] = list(chains)
         self.param_pairs: ParamPairs = []
-        self.frozen_shards: list[ParamShard] = []
-        """This rank's shards of parameters that are not trained: initialized, and then left as they are."""
+        self.frozen_shards: list[ParamShard] = []  # of parameters that are not trained: initialized, then left as is
         self.compression_paused = False  # in the steps before `gradient.compress_after`
 
     def make_param_shards(self, specs: ParamSpecs) -> list[ParamShard]:

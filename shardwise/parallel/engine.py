@@ -82,9 +82,8 @@ class Engine:
         samples = self.prepare_samples(samples)
         if self.pipeline is not None:
             return self.pipeline.evaluate(samples)
-        micro_batches = samples.split(self.batch.micro_batch)
-        losses = [self.chains[0](m.tokens, targets=m.targets, **m.forward_kwargs) for m in micro_batches]
-        return torch.stack(losses).sum()
+        parts = samples.split(self.batch.micro_batch)
+        return torch.stack([self.chains[0](m.tokens, targets=m.targets, **m.forward_kwargs) for m in parts]).sum()
 
     def logits(self, part: Samples) -> Tensor | None:
         """Returns a prepared micro-batch's logits for this rank's positions and vocabulary; None without the head."""

@@ -66,7 +66,6 @@ def apply(chain: Chain, layout: Layout, mesh: Mesh) -> set[str]:
 def routing_stats(model: Any, chains: list[Chain], world: Axis, device: torch.device, sent: float,
                   waited: float) -> Tensor:  # fmt: skip
     """Returns figures over all layers and ranks since the last call; `sent` and `waited` are this rank's:
-
     - tokens of the busiest expert over the mean of all experts, averaged over layers; 1 is balanced;
     - the fraction of the routing choices dropped for lack of capacity;
     - bytes sent between ranks, and seconds a rank waited for them, averaged over ranks;

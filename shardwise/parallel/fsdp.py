@@ -35,8 +35,7 @@ def _timed(name: str) -> Any:
     return timed_method
 
 
-# The methods that gather weights and reduce gradients. On a GPU the collectives run in streams of their own, and these
-# methods make the compute stream wait for them.
+# The methods that gather weights and reduce gradients. On a GPU they make the compute stream wait for the collectives.
 _WAITING_METHODS = ("unshard", "wait_for_unshard", "post_backward", "finalize_backward")
 TimedParamGroup: Any = type("TimedParamGroup", (FSDPParamGroup,), {name: _timed(name) for name in _WAITING_METHODS})
 

@@ -8,8 +8,7 @@ Beside the axes of the layout there are derived ones:
     fsdp_context     shard x context
     expert           ranks over which experts are split, without the tensor axis: neighbours in fsdp_context
     expert_replicas  ranks of fsdp_context with the same experts, whose weights they shard
-    local_sgd        the replicas that local SGD averages. replicate is then an axis of size 1, and data and
-                     world cover one replica
+    local_sgd        the replicas that local SGD averages; replicate then has size 1, data and world cover one replica
     loader           data, over all replicas
 
 A world of size 1 has no process groups, and every collective is skipped: one device runs the same code. All processes
@@ -54,7 +53,10 @@ class Mesh:
         if layout.data > 1:
             flat = self.device_mesh["replicate", "shard"]._flatten("data")
             self._axes["data"] = self._axis(sole_axis or "data", flat.get_group())
-        self._make_tied_stages(grid)
+        for ranks in grid.flatten(1)[[0, -1]].T.tolist() if layout.pipeline > 1 else ():
+            group = dist.new_group(ranks, group_desc="tied stages")
+            if self.rank in ranks:
+                self.tied_stages = self._axis("pipeline", group)
         self._axes["fsdp"], self._axes["replicas"] = self["shard"], self["replicate"]
         if layout.context > 1 and layout.shard > 1:
             names = ("pipeline", "replicate", "fsdp", "tensor")
@@ -94,13 +96,6 @@ class Mesh:
         for axis in ("expert", "expert_replicas"):
             group = self.expert_mesh.get_group(axis)
             self._axes[axis] = self._axis("expert", group) if group.size() > 1 else SINGLE_RANK
-
-    def _make_tied_stages(self, grid: torch.Tensor) -> None:
-        """Makes the axis of the first and the last pipeline rank with the same other coordinates."""
-        for ranks in grid.flatten(1)[[0, -1]].T.tolist() if self.layout.pipeline > 1 else ():
-            group = dist.new_group(ranks, group_desc="tied stages")
-            if self.rank in ranks:
-                self.tied_stages = self._axis("pipeline", group)
 
     def __getitem__(self, axis: str) -> Axis:
         return self._axes[axis]

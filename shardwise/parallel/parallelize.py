@@ -79,10 +79,9 @@ def store_frozen(layer: Any, shard: ParamShard, model: Chain, seed: int) -> None
 
 def parallelize(prepared: Prepared, device: torch.device, memory: AbstractContextManager[Any] | None = None,
                 order: PipelineOrder | None = None) -> Engine:  # fmt: skip
-    """Returns this rank's engine. Shards the prepared model in place, so a `Prepared` serves one engine.
-
-    A dry run passes a `memory` context in which weights have shapes but no values; `schedule=auto` needs the `order`
-    that was synthesized for it (`shardwise.planner.plan.auto_schedule_order`)."""
+    """Returns this rank's engine. Shards the prepared model in place, so a `Prepared` serves one engine. A dry run
+    passes a `memory` context in which weights have shapes but no values; `schedule=auto` needs the `order` that was
+    synthesized for it (`shardwise.planner.plan.auto_schedule_order`)."""
     job, layout, batch = prepared.job, prepared.layout, prepared.batch
     select_attention_backend(job.sdpa_backend, device)
     uses_local_sgd = job.local_sgd.every > 1

@@ -33,10 +33,9 @@ class Precision:
 
 
 class LossScale:
-    """Dynamic loss scaling for fp16: one scale for all ranks, kept on the device.
-
-    It follows the global gradient norm, the same on every rank, so that ranks cannot disagree about an overflow (with
-    PyTorch's GradScaler they can). Halves after an overflow, doubles after `growth_interval` steps without one."""
+    """Dynamic loss scaling for fp16: one scale for all ranks, kept on the device. It follows the global gradient norm,
+    the same on every rank, so that ranks cannot disagree about an overflow (with PyTorch's GradScaler they can). Halves
+    after an overflow, doubles after `growth_interval` steps without one."""
 
     def __init__(self, precision: Precision, device: torch.device, growth_interval: int = 1000):
         self.dynamic = precision.name == "fp16"

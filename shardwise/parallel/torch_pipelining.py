@@ -7,9 +7,8 @@ We need what `torch.distributed.pipelining` does not offer: the order of a sched
 with an order of our own, timed stages and waits, and FSDP that reshards and reduces as it does without a pipeline.
 
 PyTorch's stage looks for FSDP in its module and then keeps weights and gradients unsharded, whatever the ZeRO stage.
-`StageModule` hides FSDP, which then reshards and reduces at every backward: ZeRO 2 and 3 as defined. FSDP does
-not support a split backward: `PatchedPipelineStage` disables its gradient reduction during both halves, and runs it
-after the weight-gradient half."""
+`StageModule` hides FSDP, which then reshards and reduces at every backward: ZeRO 2 and 3 as defined. FSDP does not
+support a split backward: `PatchedPipelineStage` disables its reduction during both halves, and runs it afterwards."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
