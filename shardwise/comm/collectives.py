@@ -75,9 +75,8 @@ class StepTimer:
     def end_capture(self) -> list[Span]:
         """Ends a capture; returns its spans for `add_replay`."""
         self.begin_phase("")
-        spans = self._captured_spans or []
-        self._captured_spans = None
-        return spans
+        spans, self._captured_spans = self._captured_spans, None
+        return spans or []
 
     def cancel_capture(self) -> None:
         """Forgets a capture that failed."""

@@ -80,8 +80,7 @@ def read_runs(paths: Sequence[Path], parameter_scope: str = "all") -> Runs:
     for path in paths:
         if not path.is_dir():
             raise DataError(f"{path} is not a folder; give either one CSV file or run folders.")
-        is_run = (path / "job.toml").is_file()
-        folders += [path] if is_run else sorted(job.parent for job in path.glob("*/job.toml"))
+        folders += [path] if (path / "job.toml").is_file() else sorted(job.parent for job in path.glob("*/job.toml"))
     if not folders:
         raise DataError(f"{', '.join(map(str, paths))}: no run folder found; a run folder contains a job.toml.")
     return _runs_from_rows([_read_run(folder, parameter_scope) for folder in folders], parameter_scope)
@@ -273,8 +272,7 @@ def _minimize(runs: Runs, start: Any, weights: Any = 1.0, steps: int = 1000) -> 
 
 
 def _law_at(runs: Runs, point: Array) -> ScalingLaw:
-    """Returns the law at the search coordinates log E, a, b, alpha and beta, where a and b are the logarithms of the
-    two terms at the runs' mean log N and mean log D."""
+    """Returns the law at log E, a, b, alpha and beta; a and b: logs of the terms at the runs' mean log N and log D."""
     e, a, b, alpha, beta = map(float, point)
     n, d = np.log(runs.parameters).mean(), np.log(runs.tokens).mean()
     return ScalingLaw(math.exp(e), math.exp(a + alpha * n), math.exp(b + beta * d), alpha, beta)

@@ -127,8 +127,7 @@ class Handshake:
         return self.connection.fileno()
 
     def proceed(self, secret: bytes, roles: list[str]) -> tuple[str, bytes] | None:
-        """Returns the peer's role and the session key once it has proved the secret, None before. Raises OSError if the
-        peer is gone or does not know the secret."""
+        """Returns the peer's role and session key once it has proved the secret, None before; OSError if it cannot."""
         chunk = self.connection.recv(NONCE_BYTES + PROOF_BYTES - len(self._received))
         self._received += chunk
         if chunk and len(self._received) < NONCE_BYTES + PROOF_BYTES:

@@ -192,8 +192,7 @@ class NodeCoordinator(WorkerPool):
         """Counts what was refused, and reports it every ten seconds at most."""
         self._rejected += 1
         if time.monotonic() >= self._next_report:
-            total = f"{pluralize(self._rejected, 'time')} so far, the last time from {host}"
-            self.log_event("refused", f"{why} ({total}).")
+            self.log_event("refused", f"{why} ({pluralize(self._rejected, 'time')} so far, the last time from {host}).")
             self._next_report = time.monotonic() + REPORT_INTERVAL
 
     def _proceed(self, handshake: Handshake) -> None:

@@ -75,8 +75,7 @@ class SnapshotStore:
     def agree_on_space(self, tensors: Mapping[str, Tensor]) -> str:
         """Returns, on every rank, why a node has no room for snapshots; empty if all have. Checked once."""
         if self._space_problem is None:
-            problems = [str(problem) for problem in self.gather(self.check_space(tensors)) if problem]
-            self._space_problem = problems[0] if problems else ""
+            self._space_problem = next((str(why) for why in self.gather(self.check_space(tensors)) if why), "")
         return self._space_problem
 
     def reserve(self, tensors: Mapping[str, Tensor]) -> None:

@@ -280,8 +280,7 @@ class Supervisor:
         try:
             self.layout, self.size = self.replan(self.worker_pool.size)
         except ShardwiseError as error:
-            no_layout = f"No layout works without {format_ranks(ranks)}: {error}"
-            raise failure.to_exception(f"{giving_up} {no_layout}") from None
+            raise failure.to_exception(f"{giving_up} No layout works without {format_ranks(ranks)}: {error}") from None
         self.attempts, self.suspect_ranks = 0, set()
         rest = f"continuing with {pluralize(self.size, 'process')} in layout '{self.layout}'"
         message = f"{failure.message} Removing {format_ranks(ranks)} after {self._restarts_text()}; {rest}."
