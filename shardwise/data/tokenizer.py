@@ -1,9 +1,7 @@
 """Tokenizers.
 
-    bytes      256 ids, one per byte of UTF-8; needs no training and no package. Byte 0 is the end-of-document token;
-               NUL characters in the text are dropped.
-    bpe:SIZE   byte-level BPE trained on the source with Hugging Face's `tokenizers`, an optional extra. Id 0 is the
-               end-of-document token, `<|end|>`.
+    bytes      256 ids, one per byte of UTF-8; needs no package. Byte 0 ends a document; NUL characters are dropped
+    bpe:SIZE   byte-level BPE trained on the source with Hugging Face's `tokenizers`. Id 0, `<|end|>`, ends a document
     a path     a `tokenizer.json` of that library, or a folder that has one
 
 An end-of-document token follows every document. Text that spells a special token is encoded as plain characters.

@@ -62,8 +62,7 @@ class StageCosts:
         return len(self.forward)
 
     def as_executed(self) -> "StageCosts":
-        """Returns the costs with the first stage as PyTorch runs it: it needs no input gradient, so its backward-input
-        does nothing and its backward-weight does all the work."""
+        """Returns the costs as PyTorch runs it: the first stage has no input gradient; its backward-weight does all."""
         full_backward = self.backward_input[0] + self.backward_weight[0]
         return StageCosts(self.forward, (0.0, *self.backward_input[1:]), (full_backward, *self.backward_weight[1:]))
 
@@ -257,8 +256,7 @@ def _work_by_rank(schedule: str, seconds: Sequence[float], ranks: int) -> Sequen
 
 @lru_cache(maxsize=4096)
 def schedule_peak_in_flight(schedule: str, p: int, v: int, r: int, m: int) -> tuple[InFlightCounts, ...]:
-    """Returns the candidates for the memory peak of rank `r` of `p` with `v` stages each and `m` micro-batches; at any
-    other time it holds no more than at one of them."""
+    """Returns the candidates for the memory peak of rank `r` of `p` with `v` stages each and `m` micro-batches."""
     none = (0,) * v
     if p == 1:
         return (((1,), (0,)),)

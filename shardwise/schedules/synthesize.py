@@ -162,8 +162,7 @@ class ListScheduler:
 
 
 def synthesize(problem: SchedulingProblem, effort: int = 200_000) -> Simulation:
-    """Returns the fastest schedule that fits: tries many priority rules, then improves the best by local search.
-    `effort`: simulated actions to spend on each phase of the search."""
+    """Returns the fastest schedule that it finds within memory. `effort`: simulated actions per phase of the search."""
     named = min(named_candidates(problem), key=lambda schedule: schedule.seconds, default=None)
     shape = "zbv" if problem.is_v_shaped else "zero-bubble", problem.ranks, problem.virtual, problem.micro_batches
     floor = simulator.lower_bound(*shape, problem.costs) * (1 + TOLERANCE)

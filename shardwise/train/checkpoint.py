@@ -3,8 +3,7 @@
 Its files are in docs/reference/run-folder.md. Guarantees:
 - A crash never loses a finished checkpoint: files are written to `step-*.partial-*`, which is renamed once everything
   is on disk. The next start removes leftovers.
-- Nothing is loaded before every byte has been compared with the manifest. Damaged checkpoints are reported, and the
-  next older one is used.
+- Nothing is loaded before every byte has been compared with the manifest. Damaged checkpoints are reported and skipped.
 - Loading never runs code: the pickle is not read, and shards are loaded with `weights_only`.
 - An asynchronous save blocks training only for the copy to host memory; later steps do not alter the copy.
 - Loading is bitwise exact, also into another layout.
@@ -69,8 +68,7 @@ class CheckpointManager:
         self.group.on_leaders(self._prepare_folder)
 
     def save(self, step: int, engine: Engine, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """Saves everything that training resumes from, after the previous save, whose error it raises. `state` is a
-        small JSON-serializable dict; rank 0's is used."""
+        """Saves what training resumes from, after the last save, whose error it raises; `state`: JSON, of rank 0."""
         self.finish()
         pieces = collect_pieces(engine, optimizer)
         if replica := engine.mesh["local_sgd"].index:  # replica 0 saves everything, the others what they have alone

@@ -76,8 +76,7 @@ class CheckpointGroup:
         return [value] if self.group is None else all_gather_json(value, self.group)
 
     def on_rank_zero(self, function: Callable[[], T]) -> T:
-        """Calls `function` on rank 0 only; returns its result, or raises its error, on every rank. The result must be
-        JSON. Most errors are a RuntimeError on the other ranks."""
+        """Calls `function` on rank 0; every rank returns its result (JSON) or raises its error (or a RuntimeError)."""
         if self.group is None:
             return function()
         try:

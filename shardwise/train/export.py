@@ -2,8 +2,7 @@
 
 Weights are read and written one by one, so host memory holds the largest of them, not the model. The folder appears
 under its name once it is complete. Models that transformers does not know become a program of `torch.export`: one file,
-which needs PyTorch alone, for any number of samples. `reference.safetensors` holds inputs and what the run's model
-makes of them."""
+which needs PyTorch alone, for any number of samples. `reference.safetensors` holds inputs and the run's outputs."""
 
 import json
 import shutil

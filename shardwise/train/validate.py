@@ -119,9 +119,8 @@ def score_pairs(engine: Engine, job: Job, source: Any) -> np.ndarray:
 
 
 def _batches(stream: SampleStream, job: Job, data: Axis) -> Iterator[tuple[Samples, float]]:
-    """Yields this rank's part of each batch, and its weight. A module that is not ours returns the loss of a batch, of
-    which no sample can be left out: it gets whole batches. If there are too few samples for one, each rank gets a batch
-    of copies of one sample at a time."""
+    """Yields this rank's part of each batch, and its weight. A module that is not ours gets whole batches: no sample
+    can be left out of its loss. If there are too few samples for one, each rank gets copies of one sample at a time."""
     size, held_out = job.samples // data.size, len(stream.source)
     if not (job.model.passes_batch and (job.model.sample_kind == "batch" or job.model.counts_samples)):
         count = min(job.validation.samples, held_out)

@@ -98,10 +98,9 @@ def inspect_job(job: Job) -> dict[str, Any]:
 
 
 def prove(prepared: Prepared, say: Callable[[str], None]) -> None:
-    """Proves the layout of a model that is not ours; raises JobError if it computes something else. In float64, on a
-    small copy of the model and with two ranks on every axis that the layout uses, two steps must equal those of the
-    unmodified module. A proof is cached by what it depends on: the model's source, its plan, the layout and the
-    versions of PyTorch and Shardwise."""
+    """Proves the layout of a model that is not ours; raises JobError if it computes anything else. In float64, on a
+    small copy with two ranks on every axis that it uses, two steps must equal those of the unmodified module. It is
+    cached by the model's source and plan, the layout, and the versions of PyTorch and Shardwise."""
     if prepared.family.task(prepared.job.model) is None or prepared.layout.world == 1:
         return
     layout = small_layout(prepared.layout)

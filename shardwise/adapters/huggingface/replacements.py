@@ -62,8 +62,7 @@ def register() -> None:
     masking: Any = masking_utils
     # transformers takes positions that jump for several sequences, and those of a CUDA graph, which it cannot read.
     masking.find_packed_sequence_indices = lambda position_ids: SPLIT.document_ids
-    # Since 5.23 it also counts from the start of each document, by the positions of this rank alone. Distances within a
-    # document are the same without that.
+    # Since 5.23 it also counts from each document's start, by this rank's positions; distances are the same without.
     masking.packed_sequence_compatibility_function = lambda function, position_ids, documents: masking.and_masks(
         masking.packed_sequence_mask_function(documents), function
     )
@@ -72,8 +71,7 @@ def register() -> None:
 def attention_mask(batch_size: int, q_length: int, kv_length: int, mask_function: Callable[..., Tensor],
                    attention_mask: Tensor | None = None, use_vmap: bool = False, device: Any = "cpu",
                    **kwargs: Any) -> Tensor | None:  # fmt: skip
-    """Returns which keys of the whole sequence this rank's queries see (B, 1, queries, keys); None: all before them, or
-    all, as the attention module says."""
+    """Returns which keys of the sequence this rank's queries see (B, 1, queries, keys); None: all, or all before."""
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
     if attention_mask is not None or use_vmap:
@@ -123,8 +121,7 @@ def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, atte
     if s_aux is not None:
         sinks = s_aux.reshape(1, -1, 1, 1).expand(scores.shape[0], -1, scores.shape[2], 1).to(scores.dtype)
         scores = torch.cat((scores, sinks), -1)
-    weights = scores.softmax(-1)[..., : key.shape[2]]
-    return (weights @ value).transpose(1, 2).contiguous(), None
+    return (scores.softmax(-1)[..., : key.shape[2]] @ value).transpose(1, 2).contiguous(), None
 
 
 def expert_count(module: nn.Module) -> int:
@@ -155,8 +152,7 @@ def dispatch_tokens(experts: Any, dispatcher: Any) -> None:
 
 
 def can_fuse_loss(module: Any, whole: Any, sequence: int) -> bool:
-    """Whether a module has its head whole and returns what the head computes, unchanged. `whole` is the same module on
-    the meta device, before it was split."""
+    """Whether a module has its head whole and returns what it computes. `whole`: the same on meta, before the split."""
     head, whole_head = module.get_output_embeddings(), whole.get_output_embeddings()
     if type(whole_head) is not nn.Linear or whole_head.bias is not None or head.weight.shape != whole_head.weight.shape:
         return False
