@@ -23,6 +23,8 @@ from shardwise.parallel.torch_pipelining import Pipeline
 
 @dataclass
 class Engine:
+    """One rank's part of a job: its modules, parameter shards, mesh and batch."""
+
     has_tables: ClassVar[bool] = False  # whether the model has sharded embedding tables
 
     model: ModelConfig
