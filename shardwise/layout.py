@@ -112,6 +112,11 @@ class Layout:
         return self.replicate * self.shard
 
     @cached_property
+    def weight_shards(self) -> int:
+        """How many ranks, adjacent but for the tensor axis, share the weights, gradients or states that ZeRO shards."""
+        return self.shard * self.context if self.shard > 1 else 1
+
+    @cached_property
     def expert_ranks(self) -> int:
         """The part of the expert degree on shard x context; the tensor axis provides the rest."""
         return self.expert if self.shard * self.context % self.expert == 0 else self.expert // self.tensor

@@ -117,6 +117,15 @@ def test_more_memory_for_less_time() -> None:
     assert peaks == sorted(peaks, reverse=True)
 
 
+def test_context_ranks_share_the_weights_of_the_shard_ranks() -> None:
+    """The same 64 ranks gather the weights, or reduce the gradients, however many of them split sequences."""
+    judge = estimator("llama3-70b", samples=512)
+    for words in ("zero=3 shard", "zero=1 shard", "replicate"):
+        layouts = [Layout.parse(f"{words}={64 // n} context={n} micro_batch={n} recompute=full") for n in (1, 2, 4, 8)]
+        exposed = [judge.predict(layout).exposed["data"] for layout in layouts]
+        assert exposed == pytest.approx([exposed[0]] * 4)
+
+
 def test_every_device_has_a_cluster() -> None:
     assert {cluster.device.name for cluster in CLUSTERS.values()} == set(DEVICES)
 

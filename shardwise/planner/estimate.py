@@ -304,11 +304,11 @@ class Estimator:
         return self.framework_profile.casts_once and layout.world == 1
 
     def _weight_gather_time(self, layout: Layout) -> float:
-        """Returns the seconds to all-gather a block's weights over the shard axis, or to reduce-scatter gradients."""
-        stride, size = layout.tensor * layout.context, self.kernel_profile.itemsize
+        """Returns the seconds to all-gather a block's weights over their shards, or to reduce-scatter gradients."""
+        shards, stride, size = layout.weight_shards, layout.tensor, self.kernel_profile.itemsize
         block, experts = size * (inputs := self.memory_inputs(layout)).block_weights, size * inputs.expert_weights
-        gather = self.machine.all_gather(block, layout.shard, stride, block / self.gathers_per_block)
-        return gather + self.machine.all_gather(experts, max(1, layout.shard // layout.expert), stride)
+        gather = self.machine.all_gather(block, shards, stride, block / self.gathers_per_block)
+        return gather + self.machine.all_gather(experts, max(1, shards // layout.expert), stride)
 
     def exposed_p2p(self, layout: Layout) -> float:
         """Returns the exposed seconds of transfers between stages, per micro-batch and rank."""
@@ -326,11 +326,11 @@ class Estimator:
 
     def data(self, layout: Layout, dense_weights: float, experts: float, last_pass: float) -> float:
         """Returns the exposed seconds per step of reducing gradients and gathering updated weights."""
-        stride = layout.tensor * layout.context
-        expert_replicas = max(1, layout.data * layout.context // layout.expert)  # ranks that hold the same experts
-        shard = min(expert_replicas, max(1, layout.shard * layout.context // layout.expert)) if layout.shard > 1 else 1
-        dense = self._sync_times(layout, dense_weights, layout.shard, layout.replicate, stride)
-        sparse = self._sync_times(layout, experts, shard, expert_replicas // shard, stride * layout.expert)
+        ranks, shards, stride = layout.data * layout.context, layout.weight_shards, layout.tensor
+        replicas = max(1, ranks // layout.expert)  # ranks that hold the same experts
+        shard = min(replicas, max(1, shards // layout.expert))
+        dense = self._sync_times(layout, dense_weights, shards, ranks // shards, stride)
+        sparse = self._sync_times(layout, experts, shard, replicas // shard, stride * layout.expert)
         return self.exposed_sync_time(dense[0] + sparse[0], dense[1] + sparse[1], last_pass)
 
     def exposed_sync_time(self, reduce: float, gather: float, last_pass: float) -> float:

@@ -174,8 +174,7 @@ def rank_memory(
 
 def sharded_weights(layout: Layout, dense: float, experts: float) -> float:
     """Returns how many of a rank's weights it keeps the optimizer state of."""
-    shards = layout.shard * (layout.context if layout.shard > 1 else 1)
-    return dense / shards + experts / max(1, shards // layout.expert)
+    return dense / layout.weight_shards + experts / max(1, layout.weight_shards // layout.expert)
 
 
 def in_flight_micro_batches(layout: Layout, rank: int, micro_batches: int) -> float:
