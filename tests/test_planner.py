@@ -172,13 +172,17 @@ def test_the_plan_names_a_batch_that_more_layouts_divide() -> None:
     assert not any(line.startswith("batch") for line in even.near_misses) and "(batch.tokens = 2M" in title(even)
 
 
-def test_the_plan_names_a_fraction_that_recomputes_less() -> None:
-    settings = ["model.name=llama3-70b", "batch.samples=480", "precision=bf16"]
+@pytest.mark.parametrize("samples", [480, 512])
+def test_the_plan_names_the_most_blocks_that_need_not_be_recomputed(samples: int) -> None:
+    settings = ["model.name=llama3-70b", f"batch.samples={samples}", "precision=bf16"]
     found = plan_job(None, settings, "h100", 64, None)
-    (change,) = re.findall(r"(recompute=0\.\d micro_batch=\d): \d\.\d% faster, ", "\n".join(found.near_misses))
+    (change,) = re.findall(r"(recompute=0\.\d+ micro_batch=\d): \d\.\d% faster, ", "\n".join(found.near_misses))
     rest = re.sub(r"(recompute|micro_batch)=\S+", "", str(found.best.layout))
     kept = plan_job(None, settings, "h100", 64, f"{rest} {change}")
     assert found.best.layout.recompute == "full" and kept.best.seconds < 0.99 * found.best.seconds
+    judge, blocks = make_estimator(found.job, found.cluster), round(80 * kept.best.layout.kept_fraction)
+    fits = [judge.fits(replace(kept.best.layout, recompute=f"{count / 80}")) for count in (blocks, blocks + 1)]
+    assert int(80 * kept.best.layout.kept_fraction) == blocks and fits == [True, False]
 
 
 def llama_job(tmp_path: Path, samples: int = 64) -> str:

@@ -302,13 +302,15 @@ def resolve_layout(job: Job, shape: ModelShape, layout: Layout) -> Layout:
 
 
 def _less_recomputation(estimator: Estimator, best: Prediction) -> Iterator[str]:
-    """Yields the line of the fastest layout that recomputes only a part of the blocks; the search tries none."""
-    full, limit = best.layout, estimator.machine.device.memory
-    sizes = {full.micro_batch, max(1, full.micro_batch // 2)}
-    layouts = [replace(full, micro_batch=size, recompute=f"0.{n}") for size in sizes for n in range(1, 10)]
-    runs = [one for one in layouts if micro_batch_error(one, estimator.micro_batches(one)) is None]
-    fitting = [estimator.predict(one) for one in runs if full.recompute == "full" and estimator.fits(one)]
-    fastest = min(fitting, key=lambda prediction: prediction.seconds, default=best)
+    """Yields the line of the fastest layout that recomputes all but some whole blocks; the search tries none."""
+    full, limit, fitting = best.layout, estimator.machine.device.memory, [best]
+    blocks = max(stage.blocks for stage in estimator.stages(full).stages)
+    fractions = [f"{math.ceil(1000 * kept / blocks) / 1000:g}" for kept in range(blocks - 1, 0, -1)]
+    for size in {full.micro_batch, max(1, full.micro_batch // 2)} if full.recompute == "full" else ():
+        layouts = (replace(full, micro_batch=size, recompute=fraction) for fraction in fractions)
+        if micro_batch_error(full, estimator.micro_batches(replace(full, micro_batch=size))) is None:
+            fitting += [estimator.predict(next(filter(estimator.fits, layouts), full))]
+    fastest = min(fitting, key=lambda prediction: prediction.seconds)
     if (gain := 1 - fastest.seconds / best.seconds) > 0.01:
         change = f"recompute={fastest.layout.recompute} micro_batch={fastest.layout.micro_batch}"
         yield f"{change}: {100 * gain:.1f}% faster, {fastest.peak_memory / GIB:,.0f} GiB of {limit / GIB:,.0f}"
