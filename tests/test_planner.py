@@ -143,6 +143,15 @@ def test_a_plan_says_why_others_lost() -> None:
     assert all(": " in line for line in plan.near_misses)
 
 
+def test_no_pipeline_means_the_fastest_layout_without_one() -> None:
+    settings = ["model.name=llama3-70b", "model.lora.rank=16", "batch.samples=512", "precision=bf16"]
+    plan = plan_job(None, settings, "h100", 64, None)
+    fastest = search(make_estimator(plan.job, plan.cluster), 64, keep=1000).best
+    best = next(prediction for prediction in fastest if prediction.layout.pipeline == 1)
+    slower = f"{100 * (best.seconds / plan.best.seconds - 1):.1f}% slower"
+    assert plan.near_misses[0].startswith(f"no pipeline, {best.layout}: {slower}")
+
+
 def test_the_command_for_machines(tmp_path: Path) -> None:
     job = tmp_path / "job.toml"
     job.write_text('precision = "bf16"\n[model]\nname = "llama3-8b"\n[batch]\nsamples = 64\n')

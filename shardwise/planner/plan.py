@@ -348,6 +348,10 @@ def time_breakdown(prediction: Prediction) -> dict[str, float]:
 def near_misses(estimator: Estimator, best: Prediction) -> Iterator[str]:
     """Yields one line for each layout that differs from the best in one choice."""
     seen = {str(best.layout)}
+    with suppress(LayoutError):  # the batch has too few samples
+        if best.layout.pipeline > 1:
+            other = search(estimator, best.layout.world, keep=1, max_pipeline=1).best[0]
+            yield f"no pipeline, {other.layout}: {explain_gap(estimator, best, other)}"
     for choice, changes in _neighbor_layouts(best.layout):
         try:
             layout = replace(best.layout, **changes)
@@ -364,7 +368,7 @@ def near_misses(estimator: Estimator, best: Prediction) -> Iterator[str]:
 
 def _neighbor_layouts(layout: Layout) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields a label and the changed fields of each neighbour of the layout."""
-    tensor, pipeline, data = layout.tensor, layout.pipeline, layout.data
+    tensor, pipeline = layout.tensor, layout.pipeline
     no_pipeline: dict[str, Any] = {"schedule": "1f1b", "virtual": 0}
     if layout.replicate < layout.world:
         plain = dict.fromkeys(("pipeline", "shard", "context", "tensor", "expert", "zero"), 1)
@@ -378,8 +382,6 @@ def _neighbor_layouts(layout: Layout) -> Iterator[tuple[str, dict[str, Any]]]:
     if tensor % 2 == 0:
         wider_axis = "shard" if layout.shard > 1 else "replicate"
         yield f"tensor={tensor // 2}", {"tensor": tensor // 2, wider_axis: 2 * getattr(layout, wider_axis)}
-    if pipeline > 1:
-        yield "no pipeline", {"pipeline": 1, "shard": data * pipeline, "replicate": 1, **no_pipeline}
     for zero in (1, 2, 3):
         if layout.shard > 1 and zero != layout.zero:
             yield f"zero={zero}", {"zero": zero}

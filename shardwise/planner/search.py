@@ -16,7 +16,7 @@ from math import inf
 from typing import Any
 
 from shardwise.errors import LayoutError
-from shardwise.layout import Layout, micro_batch_error
+from shardwise.layout import MAX_WORLD, Layout, micro_batch_error
 from shardwise.planner.estimate import Estimator, Prediction, StagePartition
 
 MICRO_BATCHES = sorted((*(2**n for n in range(17)), 3))  # above 32 only with at most 65,536 positions
@@ -33,8 +33,9 @@ class SearchResult:
     seconds: float
 
 
-def search(estimator: Estimator, devices: int, keep: int = 10) -> SearchResult:
-    begin, bases = time.perf_counter(), layout_classes(estimator, devices)
+def search(estimator: Estimator, devices: int, keep: int = 10, max_pipeline: int = MAX_WORLD) -> SearchResult:
+    begin = time.perf_counter()
+    bases = (base for base in layout_classes(estimator, devices) if base.pipeline <= max_pipeline)
     classes = sorted(((class_lower_bound(estimator, base), base) for base in bases), key=lambda pair: pair[0])
     if not classes:
         samples = estimator.samples
