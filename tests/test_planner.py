@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from shardwise.cli import app
 from shardwise.cluster import CLUSTERS, DEVICES, find_cluster
 from shardwise.console import format_count, format_seconds
-from shardwise.errors import JobError
-from shardwise.job import load_job, make_job
+from shardwise.errors import JobError, LayoutError
+from shardwise.job import BatchConfig, load_job, make_job
 from shardwise.layout import Layout
 from shardwise.models.gpt import build_gpt
 from shardwise.parallel.prepare import prepare
@@ -150,6 +150,15 @@ def test_no_pipeline_means_the_fastest_layout_without_one() -> None:
     best = next(prediction for prediction in fastest if prediction.layout.pipeline == 1)
     slower = f"{100 * (best.seconds / plan.best.seconds - 1):.1f}% slower"
     assert plan.near_misses[0].startswith(f"no pipeline, {best.layout}: {slower}")
+
+
+def test_a_batch_that_no_layout_can_run_is_told_with_the_nearest() -> None:
+    """63 devices: no schedule runs 32 samples on 63 stages, and neither 3, 7, 9, 21 nor 63 data ranks divide them."""
+    job = make_job({"precision": "bf16", "model": {"name": "llama3-70b"}, "batch": {"samples": 32}})
+    with pytest.raises(LayoutError, match=r"32 samples; the nearest that work: batch.samples=33, or 62 devices\."):
+        make_plan(job, CLUSTERS["h100"], 63)
+    assert make_plan(job.model_copy(update={"batch": BatchConfig(samples=33)}), CLUSTERS["h100"], 63).best
+    assert make_plan(job, CLUSTERS["h100"], 62).best
 
 
 def test_the_command_for_machines(tmp_path: Path) -> None:

@@ -11,10 +11,12 @@ schedule. The rest is simulated, so the result equals that of simulating everyth
 import time
 from bisect import insort
 from collections.abc import Iterator
+from copy import copy
 from dataclasses import dataclass, fields, replace
 from math import inf
 from typing import Any
 
+from shardwise.console import pluralize
 from shardwise.errors import LayoutError
 from shardwise.layout import MAX_WORLD, Layout, micro_batch_error
 from shardwise.planner.estimate import Estimator, Prediction, StagePartition
@@ -37,18 +39,29 @@ def search(estimator: Estimator, devices: int, keep: int = 10, max_pipeline: int
     begin = time.perf_counter()
     bases = (base for base in layout_classes(estimator, devices) if base.pipeline <= max_pipeline)
     classes = sorted(((class_lower_bound(estimator, base), base) for base in bases), key=lambda pair: pair[0])
-    if not classes:
-        samples = estimator.samples
-        raise LayoutError(f"no layout of {devices} devices splits {samples} samples evenly; change one of them.")
+    if not any(any(_candidate_schedules(estimator, base)) for _, base in classes):
+        raise LayoutError(_no_layout_error(estimator, devices))
     fastest, evaluated = _fastest_layouts(estimator, classes, keep)
     best = [estimator.predict(layout) for _, layout in fastest]
     if not best:  # micro-batch 1 and full recomputation need the least memory
         layouts = (layout for _, base in classes if base.micro_batch == 1 for layout in class_layouts(estimator, base))
-        recomputed = [layout for layout in layouts if layout.recompute == "full"]
-        if not recomputed:
-            raise LayoutError("no schedule can run any layout's micro-batches; change batch.samples or the devices.")
+        recomputed = (layout for layout in layouts if layout.recompute == "full")
         best = [estimator.predict(min(recomputed, key=estimator.peak_memory))]
     return SearchResult(tuple(best), evaluated, time.perf_counter() - begin)
+
+
+def _no_layout_error(estimator: Estimator, devices: int) -> str:
+    """Returns the sentence with the nearest batch and number of devices that some layout can run."""
+
+    def runs(devices: int, samples: int) -> bool:
+        (other := copy(estimator)).samples = samples
+        return any(any(_candidate_schedules(other, base)) for base in layout_classes(other, devices))
+
+    given, steps = estimator.samples, range(1, devices + 1)
+    samples = next(n for step in steps for n in (given - step, given + step) if n > 0 and runs(devices, n))
+    count = next(n for step in steps for n in (devices - step, devices + step) if n == 1 or runs(n, given))
+    problem = f"no layout of {devices} devices can run a batch of {pluralize(given, 'sample')}"
+    return f"{problem}; the nearest that work: batch.samples={samples}, or {pluralize(count, 'device')}."
 
 
 def _fastest_layouts(estimator: Estimator, classes: TimedLayouts, keep: int) -> tuple[TimedLayouts, int]:
