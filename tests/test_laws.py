@@ -336,6 +336,10 @@ def test_days_become_a_budget_through_the_planner() -> None:
     assert facts["parameters"] == pytest.approx(found["parameters"], rel=0.1)
     # The law's 6ND and the planner's count differ by attention and by the embedding, which multiplies nothing.
     assert facts["planner_flops"] == pytest.approx(found["flops"], rel=0.25)
+    size, tokens = found["parameters"], found["tokens"]
+    assert found["flops"] == pytest.approx(6 * size * tokens)
+    assert found["tokens_per_parameter"] == pytest.approx(tokens / size)
+    assert found["loss"] == published_law().law.loss(size, tokens)
 
 
 # The commands

@@ -184,10 +184,12 @@ def parse_budget(text: str) -> tuple[float, float]:
     return budgets
 
 
-def recommend(fitted_law: FittedLaw, flops: float) -> dict[str, Any]:
-    """Returns the compute-optimal size and tokens for a budget as JSON values, without a plan."""
+def recommend(fitted_law: FittedLaw, flops: float, stretch: float = 1.0) -> dict[str, Any]:
+    """Returns the compute-optimal size and tokens for a budget as JSON values, without a plan; `stretch` multiplies the
+    tokens, and so the budget, at this size."""
     law = fitted_law.law
     N, D = law.compute_optimal(flops)
+    flops, D = stretch * flops, stretch * D
     loss = law.loss(N, D)
     return {"law": fitted_law.source, "parameter_scope": fitted_law.parameter_scope, "flops": flops, "parameters": N,
             "tokens": D, "tokens_per_parameter": D / N, "loss": loss,
@@ -258,7 +260,7 @@ def recommend_with_plan(fitted_law: FittedLaw, flops: float | None, days: float 
             break
         flops /= plan.training_seconds / seconds
     if seconds:  # sizes come in whole layers and heads: the tokens make up for the rest
-        result["tokens"] *= seconds / plan.training_seconds
+        result = recommend(fitted_law, result["flops"], seconds / plan.training_seconds)
         plan = replace(plan, job=plan.job.model_copy(update={"tokens": int(result["tokens"])}))
     job, model = plan.job, plan.job.require_decoder()
     result["plan"] = {
