@@ -161,6 +161,13 @@ def test_a_batch_that_no_layout_can_run_is_told_with_the_nearest() -> None:
     assert make_plan(job, CLUSTERS["h100"], 62).best
 
 
+def test_no_other_choice_that_fits_is_faster_than_the_best() -> None:
+    """16 tensor ranks and 8 key-value heads: the weights of attention are on every rank, and do not fit."""
+    plan = plan_job(None, ["model.name=llama3-70b", "batch.samples=1", "precision=bf16"], "h100", 64, None)
+    assert any(line.startswith("tensor=16 (crosses node boundaries): does not fit") for line in plan.near_misses)
+    assert not any("faster" in line for line in plan.near_misses)
+
+
 def test_the_command_for_machines(tmp_path: Path) -> None:
     job = tmp_path / "job.toml"
     job.write_text('precision = "bf16"\n[model]\nname = "llama3-8b"\n[batch]\nsamples = 64\n')

@@ -250,8 +250,11 @@ class Estimator:
         kept_fraction, hidden_bytes = layout.kept_fraction, itemsize * tokens * shape.width
         partly = kept_fraction * saved_all + (1 - kept_fraction) * full
         saved_by_policy = {"none": saved_all, "selective": selective, "full": full}
+        block_weights = (1 - share) * (dense_weights / t) + share * (shape.non_expert_weights / t)
+        if self.engine is not None:  # whose tensor ranks have all weights of an attention with too few heads
+            block_weights = sum(self.engine.params_by_module(t)["block"].values())
         return MemoryInputs(
-            block_weights=(1 - share) * (dense_weights / t) + share * (shape.non_expert_weights / t),
+            block_weights=block_weights,
             expert_weights=share * shape.expert_weights / layout.expert / self.parallel_degrees(layout).expert_tensor,
             first_weights=shape.embedding_weights / t, head_weights=head_weights,
             last_weights=0.0 if shape.tied and layout.pipeline == 1 else head_weights,

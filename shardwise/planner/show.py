@@ -65,8 +65,7 @@ def title(plan: Plan) -> str:
 
 def layouts_table(plan: Plan) -> Any:
     rates = f"{plan.job.model.throughput_unit}/s per device", "model TFLOP/s", "hardware TFLOP/s", "of peak"
-    name = "layouts, best first (of those within 1% the simplest)"
-    table = make_table(name, ("#", "step", *rates, "GiB", "bubble"), numbers=True)
+    table = make_table("layouts, best first", ("#", "step", *rates, "GiB", "bubble"), numbers=True)
     for number, p in enumerate(plan.layouts, start=1):
         rate = plan.tokens_per_second(p)
         table.add_row(
