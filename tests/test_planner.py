@@ -26,7 +26,7 @@ from shardwise.planner.costs.model_shape import shape_of
 from shardwise.planner.estimate import Estimator, split_evenly
 from shardwise.planner.plan import HIGHEST, count_parameters, make_estimator, make_plan, out_of_memory_risk, plan_job
 from shardwise.planner.search import class_layouts, class_lower_bound, layout_classes, search
-from shardwise.planner.show import title
+from shardwise.planner.show import layouts_table, title
 
 SHAPES = [
     {"layers": 3, "width": 48, "heads": 4, "kv_heads": 2, "ffn": 96, "vocab": 101, "sequence": 32, "tied": True},
@@ -184,6 +184,16 @@ def test_the_command_for_machines(tmp_path: Path) -> None:
     assert seconds == sorted(seconds)
     only = CliRunner().invoke(app, ["plan", str(job), "--cluster", "h100", "--layout", "shard=8 zero=3", "--json"])
     assert len(json.loads(only.stdout)["layouts"]) == 1
+
+
+def test_what_is_told_of_the_batch_the_nodes_and_long_steps() -> None:
+    settings = ["model.name=llama3-70b", "precision=bf16"]
+    few = plan_job(None, [*settings, "batch.samples=1"], "h100", None, "pipeline=5 tensor=2 micro_batch=1 schedule=zbv")
+    assert "batch of 1 sample of 8192 tokens" in title(few) and "between nodes, not whole nodes of 8)" in title(few)
+    long = plan_job(
+        None, [*settings, "batch.samples=512"], "h100", None, "shard=64 zero=3 micro_batch=1 recompute=full"
+    )
+    assert list(layouts_table(long).columns[1].cells) == ["61.8 s"] and "whole nodes" not in title(long)
 
 
 def test_the_plan_names_a_batch_that_more_layouts_divide() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from shardwise.cluster import GIB, changed
-from shardwise.console import format_count, format_number, format_seconds, make_table
+from shardwise.console import format_count, format_number, format_seconds, make_table, pluralize
 from shardwise.planner.costs.memory_model import RankMemory
 from shardwise.planner.costs.model_shape import OperatorListModel
 from shardwise.planner.estimate import Prediction
@@ -56,10 +56,12 @@ def title(plan: Plan) -> str:
     length = f" of {model.sequence_length} tokens{plan.job.rounding}" if model.throughput_unit == "tokens" else ""
     inner, outer = (f"{link.bandwidth / 1e9:g} GB/s" for link in (plan.cluster.inner, plan.cluster.outer))
     facts = f"{device.memory / GIB:.0f} GiB" + (f", {inner} per device" if plan.devices > 1 else "")
-    facts += f", {outer} between nodes" if plan.devices > plan.cluster.domain_size else ""
+    facts += f", {outer} between nodes" if plan.devices > (node := plan.cluster.domain_size) else ""
+    facts += f", not whole nodes of {node}" if plan.devices > node and plan.devices % node else ""
     return (
-        f"{model.name}: {format_count(count_parameters(plan.job))} parameters{active}, {parts}; batch of "
-        f"{plan.job.samples} samples{length} in {plan.job.precision}, on {plan.devices} x {device.name} ({facts})"
+        f"{model.name}: {format_count(count_parameters(plan.job))} parameters{active}, {parts}; "
+        f"batch of {pluralize(plan.job.samples, 'sample')}{length} in {plan.job.precision}, "
+        f"on {plan.devices} x {device.name} ({facts})"
     )
 
 
@@ -68,8 +70,9 @@ def layouts_table(plan: Plan) -> Any:
     table = make_table("layouts, best first", ("#", "step", *rates, "GiB", "bubble"), numbers=True)
     for number, p in enumerate(plan.layouts, start=1):
         rate = plan.tokens_per_second(p)
+        step = f"{p.seconds:.1f} s" if 60 <= p.seconds < 600 else format_seconds(p.seconds)
         table.add_row(
-            str(number), format_seconds(p.seconds), format_number(rate), format_number(plan.flops(p) / 1e12),
+            str(number), step, format_number(rate), format_number(plan.flops(p) / 1e12),
             format_number(plan.hardware_flops(p) / 1e12), f"{100 * plan.mfu(p):.0f}%",
             f"{p.peak_memory / GIB:,.1f}", f"{100 * p.bubble:.1f}%",
         )  # fmt: skip
