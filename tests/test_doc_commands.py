@@ -61,7 +61,7 @@ SKIPPED = {
     "shardwise train --set model.weights=runs/first@200 --set model.sequence=512": TRAINS,
     "shardwise train --set model.name=hf:./Llama-3.2-1B --set model.lora.rank=16 --set data.source=text "
     "--set data.path=notes.txt": FOLDER,
-    "shardwise drift my-model/data-profile.json new.jsonl --html drift.html": "tests/test_handover.py compares some",
+    "shardwise drift my-model new.jsonl --html drift.html": "tests/test_handover.py compares some",
     "shardwise export runs/tuned my-adapter": "needs a run; tests/test_lora.py exports some",
     "shardwise merge runs/tuned my-model --check": "needs a run; tests/test_lora.py merges some",
     "shardwise calibrate -o here.toml": MEASURES,

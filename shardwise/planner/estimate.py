@@ -248,6 +248,10 @@ class Estimator:
         sparse = self.activation_bytes(layout, True) if share else dense
         saved_all, selective, full = ((1 - share) * d + share * s for d, s in zip(dense, sparse, strict=True))
         kept_fraction, hidden_bytes = layout.kept_fraction, itemsize * tokens * shape.width
+        operands = 0.0
+        if self.framework_profile.saves_fp8_inputs:
+            saved_all += tokens * (2 * shape.width + (shape.attention_width + (1 - share) * shape.ffn) / t)
+            operands = 2 * tokens * (1 - share) * shape.ffn / t  # both of a weight gradient in 8 bits, transposed
         partly = kept_fraction * saved_all + (1 - kept_fraction) * full
         saved_by_policy = {"none": saved_all, "selective": selective, "full": full}
         block_weights = (1 - share) * (dense_weights / t) + share * (shape.non_expert_weights / t)
@@ -259,7 +263,7 @@ class Estimator:
             first_weights=shape.embedding_weights / t, head_weights=head_weights,
             last_weights=0.0 if shape.tied and layout.pipeline == 1 else head_weights,
             saved_per_block=saved_by_policy.get(layout.recompute, partly),
-            recomputed_per_block=0.0 if layout.recompute == "none" else saved_all,
+            recomputed_per_block=operands + (0.0 if layout.recompute == "none" else saved_all),
             logits=self.logits_bytes(layout, tokens * shape.logit_fraction),
             hidden_bytes=hidden_bytes, recv_buffer_bytes=hidden_bytes / t, kept_fraction=kept_fraction,
         )  # fmt: skip

@@ -333,7 +333,8 @@ def explain_gap(estimator: Estimator, best: Prediction, other: Prediction) -> st
     less = min(growth, key=lambda part: growth[part])
     if cause and growth[name] > 1.5 * (other.seconds - best.seconds) and growth[less] < 0:
         cause += f" but {format_seconds(-growth[less])} less {less}"
-    return f"{100 * slower:.1f}% slower{cause}"
+    more = (other.peak_memory - best.peak_memory) / GIB
+    return f"{100 * slower:.1f}% slower{cause}" + (f", {more:.1f} GiB more" if more > 1 else "")
 
 
 def time_breakdown(prediction: Prediction) -> dict[str, float]:

@@ -20,6 +20,7 @@ MEMORY_NOTE = (
     "they are allocated as activations are freed."
 )
 FP8_NOTE = "fp8's rates are of other systems' runs; ours was 1.2 to 1.4 times as fast as bf16 (1.5B to 8B, one H200)."
+FLOAT32_NOTE = "It is planned in float32, the default; add --set precision=bf16 for what GPUs are usually trained in."
 
 
 def show_plan(plan: Plan, console: Console, price: float | None = None) -> None:
@@ -34,6 +35,8 @@ def show_plan(plan: Plan, console: Console, price: float | None = None) -> None:
     verdict = "Peak memory" if plan.fits(plan.best) else verdict
     ending = [f"{verdict}: {plan.memory_verdict(plan.best)}", training_summary(plan), *cost_lines(plan, price)]
     ending += [FP8_NOTE] * (plan.job.precision == "fp8" and "low_precision_matmul" not in plan.cluster.measured)
+    is_gpu = plan.cluster.device.family not in ("cpu", "tpu")
+    ending += [FLOAT32_NOTE] * (is_gpu and "precision" not in plan.job.model_fields_set)
     choices = "Other choices (a key alone: layout 1 with only that and the data-parallel degree changed):"
     ending += [choices] * bool(plan.near_misses)
     ending += [*(f"  {line}" for line in plan.near_misses), ACCURACY_SENTENCE]
@@ -126,7 +129,7 @@ def cost_lines(plan: Plan, price: float | None) -> Iterator[str]:
     if power:
         yield f"Energy at the devices' rated {power:.0f} W, without hosts and cooling: {hours * power / 1000:,.0f} kWh."
     else:
-        yield f"Energy: unknown, because no rated power of {plan.cluster.device.name} is."
+        yield f"Energy: unknown, because the rated power of {plan.cluster.device.name} is not known."
     (name, gain), *others = bottlenecks(plan)
     rest = "; ".join(f"{other} {100 * share:.0f}%" for other, share in others)
     yield f"Bottleneck: {name}. Twice of it would save {100 * gain:.0f}% of the step in this layout ({rest})."

@@ -59,7 +59,8 @@ class RunFolder:
                 (folder.path / "job.toml").touch(exist_ok=False)  # of several processes at once, one gets the folder
             except FileExistsError:
                 taken = f"run.folder = {str(folder.path)!r} already has a run"
-                raise JobError(f"{taken}; add --resume {folder.path}, or choose another folder.") from None
+                remedy = f"`shardwise train --resume {folder.path}` goes on with it; or choose another folder."
+                raise JobError(f"{taken}; {remedy}") from None
             write_text(folder.path / "job.toml", job.to_toml())
         except OSError as error:
             raise JobError(f"cannot create the run folder: {error}.") from None

@@ -86,7 +86,8 @@ class RunStore:
     def begin(self, job: str) -> None:
         """Begins a new run. Raises JobError if the store has one, StoreError if it cannot be written."""
         if self.remote.read("job.toml") is not None:
-            raise JobError(f"run.folder = {self.url!r} already has a run; add --resume {self.url}, or choose another.")
+            remedy = f"`shardwise train --resume {self.url}` goes on with it; or choose another."
+            raise JobError(f"run.folder = {self.url!r} already has a run; {remedy}")
         for path in self.folder.iterdir():  # of a run that has been removed from the store
             if path.name != LINK_FILE and not path.name.startswith("owner."):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()

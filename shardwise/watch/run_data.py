@@ -295,7 +295,9 @@ def goodput(run: RunData) -> Goodput:
         if time > 0:
             result.lost_seconds[cause] = result.lost_seconds.get(cause, 0.0) + time
 
-    median = float(np.median(seconds))  # the first step compiles and allocates; its time above that is startup
+    # The first step compiles and allocates; its time above the median of its layout is startup.
+    second_layout = next((before for before, *_ in run.segments()[1:]), None)
+    median = float(np.median(seconds[:second_layout] if second_layout else seconds))
     startup_seconds = max(0.0, float(seconds[0]) - median) if len(seconds) > 2 else 0.0
     add_lost("startup", startup_seconds)
     begin = min([run.events[0]["time"]] if run.events else [], default=float(ends[0] - seconds[0]))

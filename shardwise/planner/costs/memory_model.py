@@ -15,7 +15,7 @@ class FrameworkProfile:
     weight_bytes: float = 4.0  # of weights that every data rank holds in full
     sharded_weight_bytes: float = 4.0  # of weights that ZeRO 3 shards
     compute_copy_bytes: float = 2.0  # of the low-precision weights kept for the backward of each micro-batch in flight
-    saved_weight_bytes: float = 0.0  # of 8-bit weights that a block saves for the backward of each micro-batch
+    saves_fp8_inputs: bool = False  # whether a block saves the inputs of its matmuls in 8 bits too
     gradient_bytes: float = 4.0
     persistent_gradients: bool = False  # whether they are allocated once, not as the backward frees activations
     optimizer_bytes: float = 8.0
@@ -46,7 +46,7 @@ def engine_profile(
     return FrameworkProfile(
         weight_bytes=kept_bytes, sharded_weight_bytes=kept_bytes,
         compute_copy_bytes=trained * (2.0 if is_mixed_precision else 0.0), gradient_bytes=trained * master_itemsize,
-        saved_weight_bytes=1.0 if precision == "fp8" else 0.0, optimizer_bytes=trained * state_bytes,
+        saves_fp8_inputs=precision == "fp8", optimizer_bytes=trained * state_bytes,
         logits=12.0 if is_mixed_precision else 2 * master_itemsize,
         casts_once=is_mixed_precision, cast_bytes=trained * (16.0 if is_mixed_precision else 0.0),
         update_bytes=trained * 10 * master_itemsize,
@@ -162,8 +162,7 @@ def rank_memory(
         buffers += micro_batches * neighbours * inputs.recv_buffer_bytes
     # The loss's backward ends before any block is recomputed.
     extra = max(inputs.recomputed_per_block, inputs.logits) if stage.last else inputs.recomputed_per_block
-    saved = inputs.saved_per_block + inputs.kept_fraction * profile.saved_weight_bytes * inputs.block_weights
-    activations = in_flight * stage.blocks * saved + extra + 4 * inputs.hidden_bytes
+    activations = in_flight * stage.blocks * inputs.saved_per_block + extra + 4 * inputs.hidden_bytes
     optimizer, buffers = profile.optimizer_bytes * own_weights, buffers + profile.staging_bytes
     if layout.pipeline == 1 and micro_batches == 1 and not profile.persistent_gradients:
         gradients = max(0.0, gradients - activations)  # gradients are allocated as activations are freed
