@@ -367,9 +367,8 @@ def make_job(values: Mapping[str, Any], origin: str = "the job", overridden: Con
         raise JobError(f"{origin}: {error}.") from None
     if not problems:
         return job
-    sentences = describe_problems(problems, family, Job.model_fields)
-    keys = [sentence.removeprefix("unknown key ").split(" ")[0].strip("':;") for sentence in sentences]
-    raise JobError("\n".join(f"{origin}: " * (key not in overridden) + text for key, text in zip(keys, sentences)))
+    told = describe_problems(problems, family, Job.model_fields)
+    raise JobError("\n".join(f"{origin}: " * (key not in overridden) + sentence for key, sentence in told))
 
 
 def _match_tokenizer(values: Mapping[str, Any], model: ModelConfig) -> dict[str, Any]:

@@ -13,22 +13,30 @@ PLAINER = {", unable to interpret input": "", ", unable to parse string as an in
            "a valid tuple": "a list in [ ]"}  # fmt: skip
 
 
-def describe_problems(problems: Sequence[Any], family: str, fields: Mapping[str, Any]) -> list[str]:
-    """Returns pydantic's errors as one sentence per key; `family`: that of the job's model, `fields`: the job's."""
+def describe_problems(problems: Sequence[Any], family: str, fields: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Returns pydantic's errors as keys and sentences; `family`: that of the job's model, `fields`: the job's."""
     messages: dict[str, list[str]] = {}
+    keys: dict[str, str] = {}
     for index, problem in enumerate(problems := list(problems)):
         if problem["type"] == "extra_forbidden" and isinstance(problem["input"], Mapping):
             # Another framework's section, perhaps: its keys follow, if its answer does not answer them too.
             told = _hint(problem["loc"], problem["input"]) or "there is no such section"
-            keys = [{**problem, "loc": (*problem["loc"], k), "input": v} for k, v in problem["input"].items()
-                    if told.startswith("there is no") or job_hint(k, v) or isinstance(v, Mapping)]  # fmt: skip
-            problems[index + 1 : index + 1] = keys if not told.startswith(("leave it out", IS_OFF)) else []
+            inner = [{**problem, "loc": (*problem["loc"], k), "input": v} for k, v in problem["input"].items()
+                     if told.startswith("there is no") or job_hint(k, v) or isinstance(v, Mapping)]  # fmt: skip
+            problems[index + 1 : index + 1] = inner if not told.startswith(("leave it out", IS_OFF)) else []
         path, _, message = _format_problem(problem, family, fields).partition(": ")
+        keys[path] = ".".join(_location(problem))
         if message not in messages.setdefault(path, []):
             messages[path].append(message)
     # Pydantic reports each member of a union type as its own problem; join them into one sentence.
     joined = {path: ", or ".join([*(t.rstrip(".") for t in texts[:-1]), texts[-1]]) for path, texts in messages.items()}
-    return [f"{path}: {text}".removesuffix(": ") for path, text in joined.items()]
+    return [(keys[path], f"{path}: {text}".removesuffix(": ")) for path, text in joined.items()]
+
+
+def _location(problem: Any) -> list[str]:
+    """Returns the parts of a problem's key; for a union, pydantic appends the member type."""
+    type_names = ("bool", "int", "float", "str", "constrained-int", "constrained-float")
+    return [str(part) for part in problem["loc"] if part not in type_names and "[" not in str(part)]
 
 
 def _hint(location: Sequence[str | int], value: object = "") -> str:
@@ -40,14 +48,11 @@ def _hint(location: Sequence[str | int], value: object = "") -> str:
 
 
 def _format_problem(problem: Any, family: str, fields: Mapping[str, Any]) -> str:
-    location = list(problem["loc"])
     if problem["type"] == "extra_forbidden":
+        location = list(problem["loc"])
         hint = _hint(location, problem["input"]) or _suggest_key(location, family, fields)
         return f"unknown key {'.'.join(map(str, location))!r}; {hint}"
-    # For a union, pydantic appends the member type to the location.
-    type_names = ("bool", "int", "float", "str", "constrained-int", "constrained-float")
-    location = [part for part in location if part not in type_names and "[" not in str(part)]
-    path, message = ".".join(map(str, location)), problem["msg"].removeprefix("Value error, ").rstrip(".")
+    path, message = ".".join(_location(problem)), problem["msg"].removeprefix("Value error, ").rstrip(".")
     for theirs, ours in PLAINER.items():
         message = message.replace(theirs, ours)
     message += "" if message.endswith("?") else "."
@@ -60,7 +65,8 @@ def _format_problem(problem: Any, family: str, fields: Mapping[str, Any]) -> str
     if problem["type"] == "dict_type":
         return f'{path} = {shorten(problem["input"])}: it needs a table, such as {{ name = "value" }}.'
     if problem["type"] in ("model_type", "model_attributes_type"):
-        name = f", such as {path}.name" * ("name" in getattr(fields[path].annotation, "model_fields", {}))
+        section = getattr(fields.get(path), "annotation", None)
+        name = f", such as {path}.name" * ("name" in getattr(section, "model_fields", {}))
         return f"{path} = {shorten(problem['input'])}: it is a section, not a value; set its keys below [{path}]{name}."
     return f"{path} = {shorten(problem['input']).replace(': ', ' = ')}: {message.replace('Input should', 'should')}"
 

@@ -148,6 +148,7 @@ def test_completion(shell: str) -> None:
      ("plan --set optimizer.betas=0.9,0.999", "should be a list in [ ]."),
      ("plan --set compile=inductor", "should be true or false, or should be 'auto'."),
      ("plan --set optimizer=adam", "set its keys below [optimizer], such as optimizer.name."),
+     ("plan --set model.lora=3", "model.lora = 3: it is a section, not a value; set its keys below [model.lora]."),
      ("plan --layout shard=-1", 'layout = "auto" lets the planner choose.'),
      ("plan --layout zero=0", "write replicate=N."),
      ("plan --layout schedule=ZB1P", "did you mean schedule=zero-bubble?"),
