@@ -169,11 +169,13 @@ def torchtitan(shape: str, batch: int, liger: bool) -> dict[str, float]:
     return timed(step, tokens.numel())
 
 
-def timed(step: Callable[[], None], tokens: int) -> dict[str, float]:
+def timed(
+    step: Callable[[], None], tokens: int, steps: int = STEPS, warmup_steps: int = WARMUP_STEPS
+) -> dict[str, float]:
     torch.cuda.reset_peak_memory_stats()
-    for _ in range(WARMUP_STEPS):
+    for _ in range(warmup_steps):
         step()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
     events[0].record()
     for event in events[1:]:
         step()

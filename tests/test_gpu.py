@@ -100,7 +100,7 @@ def losses(folder: Path, device: str, layout: str, settings: list[str], job: str
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize(("layout", "settings"), LAYOUTS, ids=[layout for layout, _ in LAYOUTS])
 def test_processes_that_share_a_gpu_compute_what_one_cpu_does(layout, settings, tmp_path):
-    expected = losses(tmp_path, "cpu", "", settings)
+    expected = losses(tmp_path, "cpu", "replicate=1", settings)
     found = losses(tmp_path, "cuda", layout, settings)
     assert len(found) == len(expected) == 4
     for one, other in zip(found, expected, strict=True):
@@ -110,9 +110,9 @@ def test_processes_that_share_a_gpu_compute_what_one_cpu_does(layout, settings, 
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("layout", ["", "shard=2", "replicate=2"])
+@pytest.mark.parametrize("layout", ["replicate=1", "shard=2", "replicate=2"])
 def test_tables_beside_or_on_a_gpu_train_as_on_a_cpu(layout, device, tmp_path):
-    expected = losses(tmp_path, "cpu", "", [], CLICKS)
+    expected = losses(tmp_path, "cpu", "replicate=1", [], CLICKS)
     found = losses(tmp_path, "cuda", layout, [f"embedding_tables.device={device}"], CLICKS)
     for one, other in zip(found, expected, strict=True):
         assert one == pytest.approx(other, rel=1e-10)
@@ -124,7 +124,7 @@ def test_tables_beside_or_on_a_gpu_train_as_on_a_cpu(layout, device, tmp_path):
     "layout", ["recompute=full", "recompute=selective", "recompute=0.5", "tensor=2 recompute=full"]
 )
 def test_compiled_blocks_that_are_recomputed_compute_what_one_cpu_does(layout, tmp_path):
-    expected = losses(tmp_path, "cpu", "", [])
+    expected = losses(tmp_path, "cpu", "replicate=1", [])
     found = losses(tmp_path, "cuda", layout, ["compile=true"])
     for one, other in zip(found, expected, strict=True):
         assert one == pytest.approx(other, rel=1e-10)
@@ -135,7 +135,7 @@ def test_compiled_blocks_that_are_recomputed_compute_what_one_cpu_does(layout, t
 @pytest.mark.parametrize("way", ["ring", "ulysses"])
 def test_a_sequence_cut_over_ranks_goes_through_the_gpus_kernels(way, tmp_path):
     narrow = ["precision=bf16", "model.width=128", "model.sequence=256", "model.dropout=0"]
-    expected = losses(tmp_path, "cuda", "", narrow)
+    expected = losses(tmp_path, "cuda", "replicate=1", narrow)
     found = losses(tmp_path, "cuda", f"context=2 context_method={way}", narrow)
     for one, other in zip(found, expected, strict=True):
         assert one == pytest.approx(other, rel=2e-2)
