@@ -228,8 +228,8 @@ class RankMetricsCollector:
                     file.write(json.dumps({"step": self.last_step, "actions": shifted}) + "\n")
 
     def peak_memory(self) -> float:
-        """Returns this rank's peak memory in bytes: of the GPU, or resident. Read at most once a second: it is slow."""
-        if time.monotonic() - self._memory_read_time >= 1.0:
+        """Returns this rank's peak memory in bytes: of the GPU, or resident. Read every 0.1 s at most: it is slow."""
+        if time.monotonic() - self._memory_read_time >= 0.1:
             self._memory_read_time = time.monotonic()
             self._peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # resident memory
             if self.device.type == "cuda":
