@@ -30,7 +30,7 @@ from shardwise.planner.dryrun.dry_run import (
     typical_ranks,
 )
 from shardwise.planner.dryrun.memory_comm_tracker import ROLES, MemoryCommTracker
-from shardwise.planner.plan import make_estimator
+from shardwise.planner.plan import MATMUL_WORKSPACES, make_estimator
 
 LAYERS, WIDTH, SEQUENCE, VOCAB = 2, 16, 4, 32
 MODEL = {
@@ -290,4 +290,5 @@ def test_memory_in_closed_form_is_what_the_engine_needs(text: str) -> None:
     reports = run_world(every_stage, 1, job, layout)[0]
     estimator = make_estimator(job, find_cluster("h100"))
     memory = estimator.predict(layout).memory[0]
-    assert (memory.total - memory.reserve) / reports[0].total == pytest.approx(1.0, abs=0.1)
+    allocated = memory.total - memory.reserve - MATMUL_WORKSPACES  # of which a dry run knows nothing
+    assert allocated / reports[0].total == pytest.approx(1.0, abs=0.1)

@@ -270,7 +270,9 @@ class Estimator:
 
     def logits_bytes(self, layout: Layout, positions: float) -> float:
         if self.loss_chunk and layout.pipeline == 1:  # our fused loss has the logits of a chunk, which become gradients
-            return self.kernel_profile.itemsize * min(positions / layout.tensor, self.loss_chunk) * self.shape.vocab
+            weight_grad = 4 * self.shape.vocab * self.shape.width / layout.tensor * (self.machine.trained == 1.0)
+            logits = min(positions / layout.tensor, self.loss_chunk) * self.shape.vocab
+            return self.kernel_profile.itemsize * logits + weight_grad
         return self.framework_profile.logits * positions * self.shape.vocab / layout.tensor
 
     def activation_bytes(self, layout: Layout, sparse: bool) -> tuple[float, float, float]:
@@ -304,8 +306,9 @@ class Estimator:
         return BlockTime(forward, backward, inner.weight_grad, exposed)
 
     def selective_recompute_time(self, layout: Layout, block: ModuleTime) -> float:
-        """Returns the seconds that selective recomputation adds: it recomputes everything but matmuls and attention."""
-        return self.machine.memory_time(block.moved_bytes)
+        """Returns the seconds that selective recomputation adds: it recomputes everything but matmuls and attention, as
+        a compiled backward does anyway."""
+        return 0.0 if self.kernel_profile.compiled else self.machine.memory_time(block.moved_bytes)
 
     def keeps_compute_copy(self, layout: Layout) -> bool:
         return self.framework_profile.casts_once and layout.world == 1

@@ -30,6 +30,7 @@ from shardwise.planner.search import SearchResult, search
 TIE_TOLERANCE = 0.01  # layouts whose predicted times differ by less count as equally fast
 SHARED_CORES = "bubbles cost little: more processes than cores, and a rank that waits leaves its core to others"
 CPU_PROCESS_BYTES = 0.4 * GIB  # of a process that has only imported PyTorch
+MATMUL_WORKSPACES = 4 * 32 * 2**20  # of cuBLAS: for two threads (forward, backward) and two streams (CUDA graphs)
 # The planner's error on the measured runs of `benchmarks/`, each predicted without its source.
 _FIGURES = tomllib.loads((Path(__file__).parent / "accuracy.toml").read_text(encoding="utf-8"))
 
@@ -242,10 +243,13 @@ def make_estimator(job: Job, cluster: Cluster) -> Estimator:
         framework_profile = replace(framework_profile, weight_bytes=framework_profile.weight_bytes - saved)
     if cluster.device.family == "cpu":
         framework_profile = replace(framework_profile, fixed_bytes=CPU_PROCESS_BYTES)
-    elif job.optimizer.offload:
+    else:
+        framework_profile = replace(framework_profile, buffer_bytes=MATMUL_WORKSPACES)
+    if cluster.device.family != "cpu" and job.optimizer.offload:
+        staging = BUFFERS * PART * framework_profile.optimizer_bytes / trained
         framework_profile = replace(
             framework_profile, optimizer_bytes=0.0, offloaded_bytes=framework_profile.optimizer_bytes,
-            staging_bytes=BUFFERS * PART * framework_profile.optimizer_bytes / trained,
+            buffer_bytes=MATMUL_WORKSPACES + staging,
         )  # fmt: skip
     estimator = estimator_class(machine, shape, kernel_profile, job.samples, framework_profile, engine)
     estimator.loss_chunk = loss_chunk_size(shape.vocab) if shape.vocab else 0

@@ -72,8 +72,9 @@ class EngineModel:
         lm_head = next(numel for name, numel in params["head"].items() if name.endswith("project.weight"))
         saved_all = shared + hidden_bytes + 2 * gathered_hidden_bytes + rope_copies + num_up_projections * hidden
         if self.compiles_blocks(layout):
-            # The block's input, the residual after attention, one norm, rotated keys; and gathered matmul inputs.
-            saved_all = shared + 2 * hidden_bytes + (2 * gathered_hidden_bytes - hidden_bytes if t > 1 else 0.0)
+            # The block's input, the residual after attention, an RMSNorm, rotated keys; and gathered matmul inputs.
+            saved_all = shared + (2 * gathered_hidden_bytes - hidden_bytes if t > 1 else 0.0)
+            saved_all += (1 if m.norm == "layer" else 2) * hidden_bytes
             saved_all += kv / 2 if m.positions == "rotary" else 0.0
         widths = {"qkv": m.width, "out": m.heads * m.head_dim / t, "up": m.width, "down": m.ffn / t}
         fp8_matrices = [(widths.get(name.split(".")[-2], 0), numel) for name, numel in params["block"].items()]
@@ -126,7 +127,7 @@ class EngineModel:
         local = 2 * (ids[-1] - ids[0] == 1)  # at the turn of a V-shaped placement
         remote_neighbors = 2 * len(ids) - (ids[0] == 0) - (ids[-1] == last) - local
         buffers = remote_neighbors * k.hidden_bytes * micro_batches + 16 * k.tokens * micro_batches
-        buffers += framework_profile.staging_bytes
+        buffers += framework_profile.buffer_bytes
         peak = max(peaks.candidate_bytes(in_flight_peaks))
         largest_bucket = max(k.largest_param, min(numel, BUCKET_BYTES / w))
         update = 0.0 if fsdp or layout.data == 1 else w * largest_bucket * (1 + 1 / layout.shard)
@@ -216,6 +217,8 @@ class _PeakCandidates:
         if self.engine.compiles_blocks(self.layout):
             # The compiler recomputes the FFN's hidden activation, and holds the gradients of both its inputs at once.
             block += (2 if self.engine.model.activation == "swiglu" else 1) * k.ffn_hidden
+            # Nor does it reuse the hidden activation's gradient for one of theirs where it also recomputes the forward.
+            block += k.ffn_hidden if self.kept_fraction < 1 and self.layout.recompute != "selective" else 0.0
         block += k.ffn_hidden if k.fp8_inputs else 0.0  # both operands of a weight gradient in 8 bits, transposed
         # The most that each stage's backward needs.
         backward_bytes = []

@@ -126,7 +126,7 @@ class Machine:
         """Seconds of forward and backward of fused attention, without its projections."""
         flops = 2.0 * heads * queries * keys * (2 * head_dim + rope_head_dim)
         rate = self.device.peak_flops("bf16" if precision in LOW_PRECISION else precision) * self.efficiency.attention
-        rate *= keys / (keys + (512 if causal else 128))  # short sequences do not fill a tile; those on the diagonal
+        rate *= keys / (keys + (640 if causal else 128))  # short sequences do not fill a tile; those on the diagonal
         rate *= min(1.0, 0.5 + head_dim / 256)
         forward = flops * (0.5 if causal else 1.0) / rate
         return forward, 2.5 * forward / self.efficiency.attention_backward
@@ -319,7 +319,10 @@ class BlockTimeModel:
         return self.machine.attention(*sizes, shape.causal, self.kernel_profile.precision)
 
     def kernels_per_block(self, degrees: ParallelDegrees) -> float:
-        """Returns how many kernels a block's forward launches; learned positions need no rotary kernels."""
+        """Returns how many kernels a block's forward launches; learned positions need no rotary kernels. A compiled
+        block launches as many either way: what learned positions and GELU save, biases and their gradients add."""
+        if self.kernel_profile.compiled:
+            return 24.0
         return 24.0 - (8 if self.shape.positions else 0) - (0 if self.shape.gated else 2)
 
     def hidden_tokens(self, tokens: float, tensor: int) -> float:

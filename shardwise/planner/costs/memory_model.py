@@ -26,7 +26,7 @@ class FrameworkProfile:
     update_bytes: float = 40.0  # bytes moved per weight in the optimizer update
     fragmentation: float = 0.03  # fraction of memory that the allocator loses to fragmentation
     fixed_bytes: float = 1.5 * 2**30  # driver, kernels and communication buffers
-    staging_bytes: float = 0.0  # of buffers through which offloaded state passes
+    buffer_bytes: float = 0.0  # of workspaces of matmuls, and of buffers through which offloaded state passes
 
 
 def engine_profile(
@@ -163,7 +163,7 @@ def rank_memory(
     # The loss's backward ends before any block is recomputed.
     extra = max(inputs.recomputed_per_block, inputs.logits) if stage.last else inputs.recomputed_per_block
     activations = in_flight * stage.blocks * inputs.saved_per_block + extra + 4 * inputs.hidden_bytes
-    optimizer, buffers = profile.optimizer_bytes * own_weights, buffers + profile.staging_bytes
+    optimizer, buffers = profile.optimizer_bytes * own_weights, buffers + profile.buffer_bytes
     if layout.pipeline == 1 and micro_batches == 1 and not profile.persistent_gradients:
         gradients = max(0.0, gradients - activations)  # gradients are allocated as activations are freed
     subtotal = weights + gradients + optimizer + activations + buffers
