@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -27,6 +28,9 @@ from shardwise.planner.estimate import Estimator, split_evenly
 from shardwise.planner.plan import HIGHEST, count_parameters, make_estimator, make_plan, out_of_memory_risk, plan_job
 from shardwise.planner.search import class_layouts, class_lower_bound, layout_classes, search
 from shardwise.planner.show import layouts_table, title
+
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+from planner_gpu import JOBS  # noqa: E402
 
 SHAPES = [
     {"layers": 3, "width": 48, "heads": 4, "kv_heads": 2, "ffn": 96, "vocab": 101, "sequence": 32, "tied": True},
@@ -324,6 +328,24 @@ def test_plans_for_an_h200_are_what_was_measured(
     best = make_plan(job, find_cluster("h200"), 1, layout).best
     assert 1e3 * best.seconds == pytest.approx(milliseconds, rel=0.12)
     assert (best.memory[0].total - best.memory[0].reserve) / 2**30 == pytest.approx(gib, rel=0.08)
+
+
+MEASURED = {  # milliseconds and GiB, docs/explanation/planner.md
+    "gpt2": (64.7, 6.33), "llama 1.3b": (422.7, 32.44), "fp8": (313.3, 36.31), "lora": (356.9, 22.38),
+    "offload": (571.7, 25.47), "wide": (349.3, 71.04), "long": (658.0, 7.35), "gpt2-xl": (196.6, 33.34),
+    "selective": (175.7, 33.80), "experts": (50.8, 19.61), "bert": (46.4, 8.42), "resnet": (37.8, 12.33),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_plans_for_an_h200_are_what_the_jobs_of_the_page_took(name: str) -> None:
+    """Without `calibrate`, with constants that were fitted to these times."""
+    model, samples, layout, settings = JOBS[name]
+    job = make_job({"precision": "bf16", "model": model, "batch": {"samples": samples}, **settings})
+    best = make_plan(job, find_cluster("h200"), 1, layout).best
+    milliseconds, gib = MEASURED[name]
+    assert 1e3 * best.seconds == pytest.approx(milliseconds, rel=0.1)
+    assert (best.memory[0].total - best.memory[0].reserve) / 2**30 == pytest.approx(gib, rel=0.03)
 
 
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "bert-large"])
