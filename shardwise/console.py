@@ -108,6 +108,11 @@ def format_seconds(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d} h" if hours else f"{minutes}:{rest:02d} min"
 
 
+def format_step(seconds: float) -> str:
+    """Returns the time of a step, which is compared with others': up to 10 minutes in seconds."""
+    return f"{seconds:.1f} s" if 60 <= seconds < 600 else format_seconds(seconds)
+
+
 def signal_name(number: int) -> str:
     name = signal.Signals(number).name
     return f"Ctrl-C ({name})" if number == signal.SIGINT else name

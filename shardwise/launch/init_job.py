@@ -48,4 +48,9 @@ def write_job(out: Path, given: Mapping[str, str | None], ask: Any) -> Iterator[
     yield f"{out}: {tasks[answers['task']]['about']}; every key has a comment"
     if answers["data"] and ":" not in answers["data"] and not glob.glob(str(data)):
         yield f"warning: --data {answers['data']}: there is no such file or folder yet"
-    yield f"next: shardwise plan {out}, then shardwise train {out}"
+    devices = int(answers["devices"])  # more than 16 are GPUs, as in the file, and not of this machine
+    if devices > 16:
+        options = f"{out} --slurm --nodes {-(-devices // 8)} --gpus-per-node 8"
+        yield f"next: shardwise plan {out} --cluster h100 --devices {devices}, then shardwise submit {options}"
+    else:
+        yield f"next: shardwise plan {out}, then shardwise train {out}"

@@ -55,7 +55,7 @@ from shardwise.workers.worker_pool import WorkerPool
 
 WORKER_ENTRY_POINT = "shardwise.launch.worker:main"
 STATE_COPIES = 2  # of the parameters that every optimizer keeps in float32: weights and gradients
-MAX_EPOCHS, MAX_LEARNING_RATE, MAX_SLOWDOWN = 100, 10.0, 5.0  # beyond these, a warning
+MAX_EPOCHS, MAX_LEARNING_RATE = 100, 10.0  # beyond these, a warning
 OWN_MODELS = ("model.weights=", "model.name=hf:", "model.name=python:")
 DEMO, DEMO_WITHOUT_MODEL = Path(__file__).parent.parent / "demo.toml", ("model={}", "data={source='stdlib'}")
 Say = Callable[[str], None]
@@ -364,7 +364,7 @@ def find_warnings(prepared: Prepared, training: Source, held_out: Source) -> lis
     slowdown = local_machine.low_precision_slowdown(job)
     found = {
         f"precision = {job.precision!r}: this CPU's matmuls are {slowdown:.0f} times slower in it; use 'float32'.":
-            slowdown > MAX_SLOWDOWN,
+            slowdown > local_machine.MAX_SLOWDOWN,
         f"data.path = {job.data.path!r} is not read, because data.source is {job.data.source!r}.":
             job.data.path and job.data.source in ("stdlib", "synthetic", "mix"),
         f"a batch has {job.samples} samples, but the data has only {len(training)}, so a batch repeats some.":

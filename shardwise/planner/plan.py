@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.cluster import GIB, Cluster, find_cluster, with_settings
-from shardwise.console import format_number, format_seconds, pluralize
+from shardwise.console import format_number, format_seconds, format_step, pluralize
 from shardwise.errors import LayoutError
 from shardwise.job import BatchConfig, Job, load_job
 from shardwise.layout import Layout, divisible_batch, micro_batch_error, solve_batch
@@ -160,7 +160,7 @@ def make_plan(
         own, told = Layout.parse(job.layout), "it cannot run this job"
         with suppress(LayoutError):  # it does not divide this batch, for example
             mine = estimator.predict(own := resolve_layout(job, estimator.shape, own))
-            told = f"{format_seconds(mine.seconds)} per step, {mine.peak_memory / GIB:.1f} GiB"
+            told = f"{format_step(mine.seconds)} per step, {mine.peak_memory / GIB:.1f} GiB"
         told += "" if own.world == best.layout.world else f", on {pluralize(own.world, 'device')}"
         neighbours = (f"the job's own layout, {own}: {told}", *neighbours)
     if layout is None and estimator.efficiency.uncontended_speedup > 1.0 and best.layout.pipeline > 1:
@@ -377,7 +377,7 @@ def _neighbor_layouts(layout: Layout) -> Iterator[tuple[str, dict[str, Any]]]:
     no_pipeline: dict[str, Any] = {"schedule": "1f1b", "virtual": 0}
     if layout.replicate < layout.world:
         plain = dict.fromkeys(("pipeline", "shard", "context", "tensor", "expert", "zero"), 1)
-        yield f"replicate={layout.world} alone", {**plain, **no_pipeline, "replicate": layout.world, "micro_batch": 0}
+        yield f"replicate={layout.world} and no other axis", {**plain, **no_pipeline, "replicate": layout.world}
     for axis in ("shard", "replicate", "pipeline"):
         degree = getattr(layout, axis)
         if degree % 2 == 0:

@@ -8,17 +8,15 @@ from typing import Any
 from rich.console import Console
 
 from shardwise.cluster import GIB, changed
-from shardwise.console import format_count, format_number, format_seconds, make_table, pluralize
+from shardwise.console import format_count, format_number, format_seconds, format_step, make_table, pluralize
 from shardwise.planner.costs.memory_model import RankMemory
 from shardwise.planner.costs.model_shape import OperatorListModel
 from shardwise.planner.estimate import Prediction
 from shardwise.planner.plan import ACCURACY_SENTENCE, Plan, count_parameters, make_estimator
 
 MEMORY_PARTS = RankMemory._fields
-MEMORY_NOTE = (
-    "buffers: weights gathered by zero=3, what stages receive; reserve: fragmentation, driver, kernels; gradients 0.0: "
-    "they are allocated as activations are freed."
-)
+MEMORY_NOTE = "buffers: weights gathered by zero=3, what stages receive; reserve: fragmentation, driver, kernels."
+NO_GRADIENTS_NOTE = "gradients 0.0: they are allocated as activations are freed."
 FP8_NOTE = "fp8's rates are of other systems' runs; ours was 1.2 to 1.4 times as fast as bf16 (1.5B to 8B, one H200)."
 FLOAT32_NOTE = "It is planned in float32, the default; add --set precision=bf16 for what GPUs are usually trained in."
 
@@ -31,6 +29,8 @@ def show_plan(plan: Plan, console: Console, price: float | None = None) -> None:
         for line in (told, f"     exposed: {format_exposed(prediction) or 'nothing'}"):
             console.print(fill(line, console.width, subsequent_indent=" " * 5), highlight=False)
     console.print(memory_table(plan.best), MEMORY_NOTE, highlight=False)
+    if not plan.best.memory[0].gradients:
+        console.print(NO_GRADIENTS_NOTE, highlight=False)
     verdict = "It does not fit" if plan.evaluated == 1 else "No layout fits; this one needs the least memory"
     verdict = "Peak memory" if plan.fits(plan.best) else verdict
     ending = [f"{verdict}: {plan.memory_verdict(plan.best)}", training_summary(plan), *cost_lines(plan, price)]
@@ -58,7 +58,7 @@ def title(plan: Plan) -> str:
             parts += f", {size / plan.best.layout.data:.0f} in each rank's host memory"
     length = f" of {model.sequence_length} tokens{plan.job.rounding}" if model.throughput_unit == "tokens" else ""
     inner, outer = (f"{link.bandwidth / 1e9:g} GB/s" for link in (plan.cluster.inner, plan.cluster.outer))
-    facts = f"{device.memory / GIB:.0f} GiB" + (f", {inner} per device" if plan.devices > 1 else "")
+    facts = f"{format_number(device.memory / GIB)} GiB" + (f", {inner} per device" if plan.devices > 1 else "")
     facts += f", {outer} between nodes" if plan.devices > (node := plan.cluster.domain_size) else ""
     facts += f", not whole nodes of {node}" if plan.devices > node and plan.devices % node else ""
     return (
@@ -73,9 +73,8 @@ def layouts_table(plan: Plan) -> Any:
     table = make_table("layouts, best first", ("#", "step", *rates, "GiB", "bubble"), numbers=True)
     for number, p in enumerate(plan.layouts, start=1):
         rate = plan.tokens_per_second(p)
-        step = f"{p.seconds:.1f} s" if 60 <= p.seconds < 600 else format_seconds(p.seconds)
         table.add_row(
-            str(number), step, format_number(rate), format_number(plan.flops(p) / 1e12),
+            str(number), format_step(p.seconds), format_number(rate), format_number(plan.flops(p) / 1e12),
             format_number(plan.hardware_flops(p) / 1e12), f"{100 * plan.mfu(p):.0f}%",
             f"{p.peak_memory / GIB:,.1f}", f"{100 * p.bubble:.1f}%",
         )  # fmt: skip
@@ -103,7 +102,7 @@ def memory_table(prediction: Prediction) -> Any:
 def training_summary(plan: Plan) -> str:
     time, hours, job = format_seconds(plan.training_seconds), plan.training_seconds / 3600, plan.job
     count = format_count(job.total_steps * job.samples * job.model.sequence_length)
-    rate = f"{plan.tokens_per_second(plan.best) * plan.devices:,.0f} {job.model.throughput_unit}/s in all"
+    rate = f"{format_number(plan.tokens_per_second(plan.best) * plan.devices)} {job.model.throughput_unit}/s in all"
     line = f"{rate}: {job.total_steps:,} steps, {count} {job.model.throughput_unit} in {time} without failures"
     return f"{line}, {format_count(hours * plan.devices)} device-hours{', if it did fit' * (not plan.fits(plan.best))}."
 

@@ -26,6 +26,7 @@ from shardwise.planner.plan import Plan, count_parameters, make_estimator, make_
 
 FORKED_PROCESS_BYTES = 0.1 * GIB  # that a worker does not share with the process it was forked from
 MAX_COUNTS = 512  # process counts to try one by one; of a larger number, only powers of two below it
+MAX_SLOWDOWN = 5.0  # of matmuls in 16 bits on a CPU; beyond it they are warned of, and planned
 MEMORY_TOLERANCE = 2.0  # a layout that the job names is refused beyond this: predictions err, but less than this
 
 
@@ -76,7 +77,12 @@ def local_cluster(job: Job, processes: int) -> tuple[Cluster, str]:
     if job.run.cluster:
         return find_cluster(job.run.cluster), job.run.cluster
     if pick_device(job) == "cpu":
-        return _cpu_cluster(processes), "the CPU preset"
+        cluster, slowdown = _cpu_cluster(processes), low_precision_slowdown(job)
+        if slowdown > MAX_SLOWDOWN:
+            peaks = cluster.device.peak_by_precision
+            peaks = {**peaks, job.precision: peaks["float32"] / slowdown}
+            cluster = replace(cluster, device=replace(cluster.device, peak_by_precision=peaks))
+        return cluster, "the CPU preset"
     name, memory = first_gpu()
     known = cluster_by_driver_name(name, memory)
     if known is None:  # an unknown GPU: its memory size matters most
