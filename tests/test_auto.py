@@ -151,6 +151,14 @@ def test_the_search_is_exact_where_processes_share_processors() -> None:
     assert judge.predict(pipeline).seconds < alone.predict(pipeline).seconds
 
 
+def test_a_cpu_without_16_bit_matmuls_is_planned_as_slow_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {}
+    for slowdown in (1.0, 300.0):
+        monkeypatch.setattr(local_machine, "low_precision_slowdown", lambda job, times=slowdown: times)
+        seconds[slowdown] = choose_plan(job_of(model=SMALL, precision="bf16"), world_size=1)[0].best.seconds
+    assert seconds[300.0] > 5 * seconds[1.0]
+
+
 def _trained(settings: list[str]) -> list[str]:
     said: list[str] = []
     start_training(None, settings, None, said.append)

@@ -152,6 +152,7 @@ def test_the_path_is_checked_before_the_vocabulary(tmp_path: Path) -> None:
 
 def test_many_devices_get_a_job_for_gpus(tmp_path: Path) -> None:
     given = {"task": "pretrain", "data": None, "model": "llama3-70b", "devices": "64"}
-    list(write_job(tmp_path / "job.toml", given, None))
+    *_, ending = write_job(tmp_path / "job.toml", given, None)
+    assert "--cluster h100 --devices 64, then shardwise submit" in ending and ending.endswith("--gpus-per-node 8")
     job = load_job(tmp_path / "job.toml")
     assert job.precision == "bf16" and job.samples == 512 and job.optimizer.lr == 1.5e-4

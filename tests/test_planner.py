@@ -145,6 +145,9 @@ def test_a_plan_says_why_others_lost() -> None:
     assert plan.fits(plan.best)
     assert plan.near_misses
     assert all(": " in line for line in plan.near_misses)
+    (plain,) = [line for line in plan.near_misses if line.startswith("replicate=16 and no other axis: ")]
+    same = replace(Layout(replicate=16), micro_batch=plan.best.layout.micro_batch, recompute=plan.best.layout.recompute)
+    assert f"{make_estimator(job, CLUSTERS['h100']).predict(same).peak_memory / 2**30:.0f} GiB" in plain
 
 
 def test_no_pipeline_means_the_fastest_layout_without_one() -> None:
