@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from shardwise.cluster import CLUSTERS, GIB, Cluster, cluster_by_driver_name, find_cluster
-from shardwise.comm.world import run_world
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import Job, load_job, make_job
 from shardwise.launch.start import DEMO, start_training
@@ -174,7 +174,9 @@ def test_training_follows_the_plan(tmp_path: Path) -> None:
         "data.source=synthetic",
     ]
     settings += [f"model.{key}={value}" for key, value in SMALL.items()]
-    (said,) = run_world(_trained, 1, settings)  # not here: worlds that are forked later would find its threads' locks
+    # Neither here nor forked: processes that are forked later would find the locks of threads that they do not have.
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        said = pool.apply(_trained, (settings,))
     plan = tomllib.loads((tmp_path / "run" / "plan.toml").read_text())
     assert Layout.parse(plan["layout"]).world == plan["world"] == 1
     assert any(line.strip() == plan["reason"] for line in said)

@@ -90,7 +90,7 @@ def test_what_is_asked_for_as_json_is_nothing_else(
     assert not call(monkeypatch, "train", *small, "--set", "run.folder=other", "--quiet")
     assert capfd.readouterr().out == f"other: step 2, loss {trained['loss']:.4f}\n"
     assert not call(monkeypatch, "init", "--task", "pretrain", "-q")
-    assert capfd.readouterr().out == "job.toml: trains a language model from scratch; every key has a comment\n"
+    assert capfd.readouterr().out == "job.toml: trains a language model from scratch; its comments say what to change\n"
     assert not call(monkeypatch, "report", "run", "-q")
     assert capfd.readouterr().out == "run/report.html\n"
 

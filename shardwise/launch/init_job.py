@@ -45,7 +45,7 @@ def write_job(out: Path, given: Mapping[str, str | None], ask: Any) -> Iterator[
     text = fill_in(TEMPLATES / f"init-{answers['task']}.toml", {"out": str(out), **answers, **found})
     make_job(parse_toml(text), str(out))
     write_text(out, text + "\n")
-    yield f"{out}: {tasks[answers['task']]['about']}; every key has a comment"
+    yield f"{out}: {tasks[answers['task']]['about']}; its comments say what to change"
     if answers["data"] and ":" not in answers["data"] and not glob.glob(str(data)):
         yield f"warning: --data {answers['data']}: there is no such file or folder yet"
     devices = int(answers["devices"])  # more than 16 are GPUs, as in the file, and not of this machine
