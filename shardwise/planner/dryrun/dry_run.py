@@ -360,8 +360,10 @@ def describe_reports(reports: Sequence[RankReport]) -> str:
         sizes = [_format_gib(size) for size in (*(report.memory[role] for role in ROLES), report.total)]
         rows.append([str(report.rank), " ".join(map(str, report.stages)), contents, *sizes, report.peak_phase])
     lines += ["Peak memory per rank, GiB", *fit_columns(rows, left=(1, 2, len(ROLES) + 4))]
-    note = "copies: weights cast for computing, or rows of them. buffers: communication, samples and the rest."
-    lines += [f"{note} Nothing is compiled here; compiled blocks, the default on GPUs, need less memory.", ""]
+    note = (
+        "copies: weights cast for computing, or rows of them. buffers: communication, samples and the rest. Nothing is"
+    )
+    lines += [f"{note} compiled here; on GPUs blocks are, and need less memory or, if recomputed, about as much.", ""]
     return "\n".join([*lines, "Communication per rank and step", *align_columns(_traffic_rows(reports), left=(0, 1))])
 
 
