@@ -84,7 +84,7 @@ def test_a_mistake_is_told_with_its_place_and_remedy(values: dict[str, object], 
         ({"training": {"steps": 3}}, "unknown key 'training.steps'; did you mean 'steps'?"),
         (
             {"training": {"local_batch_size": 8}},
-            "'training.local_batch_size'; it belongs to the layout; did you mean micro_batch=8, but with a pipeline",
+            "'training.local_batch_size'; it belongs to the layout; did you mean micro_batch=8 (with a pipeline",
         ),
         ({"training": {"seq_len": 64}}, "unknown key 'training.seq_len'; did you mean model.sequence?"),
         ({"compile": {"enable": True}}, "compile: it is a value, not a section; set compile = ... above"),

@@ -273,7 +273,10 @@ class Estimator:
             weight_grad = 4 * self.shape.vocab * self.shape.width / layout.tensor * (self.machine.trained == 1.0)
             logits = min(positions / layout.tensor, self.loss_chunk) * self.shape.vocab
             return self.kernel_profile.itemsize * logits + weight_grad
-        return self.framework_profile.logits * positions * self.shape.vocab / layout.tensor
+        size = self.framework_profile.logits
+        if self.loss_chunk:  # ours are kept, and their scaled gradients or, for a vocabulary that is cut, upcast logits
+            size = self.kernel_profile.itemsize + max(self.kernel_profile.itemsize, 4 * (layout.tensor > 1))
+        return size * positions * self.shape.vocab / layout.tensor
 
     def activation_bytes(self, layout: Layout, sparse: bool) -> tuple[float, float, float]:
         profile = self.kernel_profile
