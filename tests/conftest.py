@@ -70,6 +70,8 @@ THINNED = {
     "test_what_is_chosen_can_run": 9, "test_order_is_executed_multi": 5, "test_order_is_executed_single": 5,
     "test_a_model_that_transformers_does_not_know_becomes_a_program": 3,
     "test_no_line_is_wider_than_the_terminal": 3,
+    "test_a_trained_adapter_loads_in_peft_and_is_merged": 2, "test_memory_in_closed_form_is_what_the_engine_needs": 3,
+    "test_every_layout_equals_one_process": 2, "test_layouts_of_our_models": 2,
 }  # fmt: skip
 # These run one case of each kind, which is the first word of the case's id: each planted bug once, in one layout.
 ONE_OF_EACH = ("test_caught", "test_the_culprit_is_named")
