@@ -50,7 +50,7 @@ STEP_SAMPLES = 4  # samples per measured training step on a GPU
 WARMUP_STEPS = 100  # before measuring, since a cool GPU is faster
 PRECISIONS = {"fp8": "fp8"}  # of a kind of model, if not bf16
 KERNEL_CATEGORIES = {"matmul": "matmul", "attention": "attention", "memory": "elementwise"}
-KERNELS_PER_BLOCK = 72  # of a block's forward and backward, as `BlockTimeModel` counts them
+KERNELS_PER_BLOCK = {"cpu": 72, "cuda": 24}  # forward and backward, as `BlockTimeModel` counts them; compiled on GPUs
 SETTINGS: dict[str, Any] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 REFINE, REFINED = SETTINGS["refine"], SETTINGS["refined"]
 
@@ -169,7 +169,7 @@ def _fit_efficiencies(cluster: Cluster, values: dict[str, float]) -> dict[str, f
         "matmul": min(1.0, values.get(dtype_name, 1.0) / device.peak_flops(dtype_name)),
         "attention": values["attention"] / device.peak_flops(dtype_name),
         "attention_backward": values["attention_backward"], "latency": values.get("latency", 1.0),
-        "kernel_launch": values["launch_seconds"] / KERNELS_PER_BLOCK,
+        "kernel_launch": values["launch_seconds"] / KERNELS_PER_BLOCK[kind],
         "compiled": values["compiled"], "bulk_memory": min(1.0, values["copy_bandwidth"] / device.bandwidth),
     }  # fmt: skip
     large_model = SETTINGS[kind]["large_model"]

@@ -12,6 +12,7 @@ from shardwise.errors import JobError
 from shardwise.planner.costs.model_shape import ModelShape
 
 ROUTING_KERNELS = 40  # that a forward launches to choose experts, dispatch tokens to them and combine their outputs
+FUSION = 3.0  # kernels of a block for each one that is left when it is compiled
 COLLECTIVE_LAUNCHES = 3  # kernels the host could launch in the time it takes to launch one collective
 CONSTANTS = tomllib.loads((Path(__file__).parents[1] / "constants.toml").read_text(encoding="utf-8"))
 
@@ -319,10 +320,10 @@ class BlockTimeModel:
         return self.machine.attention(*sizes, shape.causal, self.kernel_profile.precision)
 
     def kernels_per_block(self, degrees: ParallelDegrees) -> float:
-        """Returns how many kernels a block's forward launches; learned positions need no rotary kernels. A compiled
-        block launches as many either way: what learned positions and GELU save, biases and their gradients add."""
+        """Returns how many kernels a block's forward launches; learned positions need no rotary kernels. If compiled,
+        they are as many either way: what learned positions and GELU save, biases and their gradients add."""
         if self.kernel_profile.compiled:
-            return 24.0
+            return 24.0 / FUSION
         return 24.0 - (8 if self.shape.positions else 0) - (0 if self.shape.gated else 2)
 
     def hidden_tokens(self, tokens: float, tensor: int) -> float:
