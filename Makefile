@@ -29,7 +29,11 @@ test-clusters: $(DOCS_STAMP)
 		tests/test_cluster_environment.py::test_where_says_what_it_read_that_from \
 		tests/test_trainer.py::test_every_way_to_start_gives_the_same_losses \
 		tests/test_embedding.py::test_the_example_trains_learns_and_goes_on_elsewhere \
-		tests/test_train.py::test_under_torchrun_it_joins_that_world_and_sample_writes_text
+		tests/test_train.py::test_under_torchrun_it_joins_that_world_and_sample_writes_text \
+		tests/test_doctor.py::test_a_rank_that_aborts_or_crashes_is_to_blame_in_young_attempts_too \
+		tests/test_doc_commands.py::test_a_run_and_what_is_done_with_it \
+		tests/test_lora.py::test_a_trained_adapter_loads_in_peft_and_is_merged \
+		tests/test_lora.py::test_adapters_beside_the_weights_of_a_run
 
 # Where nothing can be installed but all packages are there: make test-gpu STAMP= BIN=/usr/bin
 test-gpu: $(STAMP)

@@ -70,7 +70,7 @@ THINNED = {
     "test_what_is_chosen_can_run": 9, "test_order_is_executed_multi": 5, "test_order_is_executed_single": 5,
     "test_a_model_that_transformers_does_not_know_becomes_a_program": 3,
     "test_no_line_is_wider_than_the_terminal": 3,
-    "test_a_trained_adapter_loads_in_peft_and_is_merged": 2, "test_memory_in_closed_form_is_what_the_engine_needs": 3,
+    "test_memory_in_closed_form_is_what_the_engine_needs": 3,
     "test_every_layout_equals_one_process": 2, "test_layouts_of_our_models": 2,
 }  # fmt: skip
 # These run one case of each kind, which is the first word of the case's id: each planted bug once, in one layout.
@@ -85,6 +85,8 @@ ON_CLUSTERS = (
     "test_every_way_to_start_gives_the_same_losses",
     "test_the_example_trains_learns_and_goes_on_elsewhere",
     "test_under_torchrun_it_joins_that_world_and_sample_writes_text",
+    "test_a_rank_that_aborts_or_crashes_is_to_blame_in_young_attempts_too", "test_a_run_and_what_is_done_with_it",
+    "test_a_trained_adapter_loads_in_peft_and_is_merged", "test_adapters_beside_the_weights_of_a_run",
 )  # fmt: skip
 
 
