@@ -244,12 +244,10 @@ def make_estimator(job: Job, cluster: Cluster) -> Estimator:
     if cluster.device.family == "cpu":
         framework_profile = replace(framework_profile, fixed_bytes=CPU_PROCESS_BYTES)
     else:
-        framework_profile = replace(framework_profile, buffer_bytes=MATMUL_WORKSPACES)
-    if cluster.device.family != "cpu" and job.optimizer.offload:
-        staging = BUFFERS * PART * framework_profile.optimizer_bytes / trained
+        offloaded = framework_profile.optimizer_bytes if job.optimizer.offload else 0.0
         framework_profile = replace(
-            framework_profile, optimizer_bytes=0.0, offloaded_bytes=framework_profile.optimizer_bytes,
-            buffer_bytes=MATMUL_WORKSPACES + staging,
+            framework_profile, optimizer_bytes=framework_profile.optimizer_bytes - offloaded, offloaded_bytes=offloaded,
+            buffer_bytes=MATMUL_WORKSPACES + BUFFERS * PART * offloaded / trained,
         )  # fmt: skip
     estimator = estimator_class(machine, shape, kernel_profile, job.samples, framework_profile, engine)
     estimator.loss_chunk = loss_chunk_size(shape.vocab) if shape.vocab else 0

@@ -15,7 +15,9 @@ from shardwise.planner.estimate import Prediction
 from shardwise.planner.plan import ACCURACY_SENTENCE, Plan, count_parameters, make_estimator
 
 MEMORY_PARTS = RankMemory._fields
-MEMORY_NOTE = "buffers: weights gathered by zero=3, what stages receive; reserve: fragmentation, driver, kernels."
+MEMORY_NOTE = (
+    "buffers: what zero=3 gathers and stages receive, matmul workspaces; reserve: fragmentation, driver, kernels."
+)
 NO_GRADIENTS_NOTE = "gradients 0.0: they are allocated as activations are freed."
 FP8_NOTE = "fp8's rates are of other systems' runs; ours was 1.2 to 1.4 times as fast as bf16 (1.5B to 8B, one H200)."
 FLOAT32_NOTE = "It is planned in float32, the default; add --set precision=bf16 for what GPUs are usually trained in."

@@ -60,7 +60,7 @@ class RankMemory(NamedTuple):
     gradients: float
     optimizer: float
     activations: float  # and what their backward needs beside them
-    buffers: float  # weights that ZeRO 3 gathers, what pipeline stages receive, the batch
+    buffers: float  # weights that ZeRO 3 gathers, what pipeline stages receive, the batch, matmul workspaces
     reserve: float  # what the allocator cannot use; driver, kernels and communication
 
     @property
