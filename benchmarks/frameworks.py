@@ -32,8 +32,12 @@ CONSTANTS = tomllib.loads((Path(__file__).parent / "frameworks.toml").read_text(
 BUCKET_GROWTH_RANKS = 40  # data ranks above which Megatron-Core's gradient buckets grow with their number
 UNALIGNED_HEAD_SLOWDOWN = 8.0  # batched matmuls with a head size not divisible by 8; from published runs
 EAGER_KERNELS = 2  # kernels per block in eager PyTorch, relative to fused kernels
+# How often PyTorch's own RMSNorm (float32 copy, square, mean, product, cast, weight: 36 bytes per element, twice) and
+# residuals read or write the hidden state of a forward in 16 bits, and rotary positions the heads.
+EAGER_NORM_PASSES, EAGER_ROTARY_PASSES = 42, 10
 HEAD_KERNELS = 60  # kernels of norm, logits and loss in eager PyTorch, one way
 FRAGMENTATION = 0.2  # what nvidia-smi shows beyond live tensors and fixed buffers, with the allocator of 2020 to 2024
+FLASH_ATTENTION_1 = 0.65  # rate in Triton relative to FlashAttention 2, which is 1.3 to 2.5 times as fast by its paper
 SCORE_PASSES = 4.5  # how often softmax and dropout of an unfused forward read or write each score
 GRAD_ACCUMULATION_BYTES = 6.0  # moved per weight and micro-batch when eager PyTorch adds 16-bit gradients
 FUSED_LOSS_BYTES = 16.0  # bytes moved per logit in forward and backward of a fused loss
@@ -63,10 +67,12 @@ class FrameworkKernels(KernelProfile):
     has_eager_loss: bool = False
     """Whether the loss is PyTorch's own operators where the vocabulary is not split."""
     fused_attention: bool = True
-    flash_attention_2: bool = False
-    """Whether the fused attention is FlashAttention 2 or older."""
+    flash_attention: int = 3
+    """Generation of the fused attention; 3: the newest kernels of the device."""
     eager: bool = False
     """Whether elementwise operators are PyTorch's own, launched one by one."""
+    has_eager_norms: bool = False
+    """Whether RMSNorm and rotary positions, of models that have them, are PyTorch's own operators too."""
     overlap_comm: bool = True
     """Whether gradient reduction and tensor-parallel communication overlap with compute."""
     sequence_parallel: bool = True
@@ -121,12 +127,15 @@ class FrameworkTimeModel(BlockTimeModel):
     def __init__(self, machine: Machine, shape: ModelShape, kernels: FrameworkKernels, efficiency: FrameworkEfficiency):
         super().__init__(machine, shape, kernels)
         self.efficiency = efficiency
+        if kernels.has_eager_norms and shape.gated:
+            self.hidden_passes, self.head_passes = EAGER_NORM_PASSES, EAGER_ROTARY_PASSES
 
     def attention(self, degrees: ParallelDegrees) -> tuple[float, float]:
         if self.kernel_profile.fused_attention:
             forward, backward = super().attention(degrees)
-            is_older = self.kernel_profile.flash_attention_2 and self.machine.device.family not in ("volta", "ampere")
-            rate = self.efficiency.flash_attention_2 if is_older else 1.0
+            generation, has_newer = self.kernel_profile.flash_attention, self.machine.device.family != "ampere"
+            rate = self.efficiency.flash_attention_2 if generation < 3 and has_newer else 1.0
+            rate *= FLASH_ATTENTION_1 if generation == 1 else 1.0
             return forward / rate, backward / rate
         # Unfused: the scores are written, masked, normalised, dropped out and read again.
         shape, precision, queries = self.shape, self.kernel_profile.precision, self.shape.sequence / degrees.context

@@ -7,7 +7,9 @@ Assumptions about what a source does not state:
 - A stated `zero_stage` means PyTorch's own operators, eager unless `compile` is set, with FlashAttention 2. 8-bit runs
   without a `compile` value are the exception: they use Transformer Engine. On PyTorch "selective" recomputes half of
   the blocks, ZeRO 3 in a pipeline keeps weights gathered, and a `compile` value means torchtitan, whose loss is
-  PyTorch's own. GPT-OSS (attention sinks) uses older attention kernels everywhere.
+  PyTorch's own. With FSDP (ZeRO 3), an eager dense model's RMSNorm and rotary positions are too; other stages, and
+  experts, come with fused ones. GPT-OSS (attention sinks) uses older attention kernels everywhere;
+  MPT the first FlashAttention, written in Triton for its biases.
 - `recompute`: full if the stated FLOP/s count it, else the least that fits into memory. `micro_batch`: 1 in a pipeline
   (with ZeRO 3: as many micro-batches as pipeline ranks), else the largest of 16, 8, 4, 2, 1 that fits; on TPUs, which
   do not accumulate gradients, the rank's whole batch.
@@ -230,13 +232,16 @@ def kernels_of_row(v: dict[str, str], cluster: Cluster, precision: str, is_legac
     compiled, tp = v.get("compile", ""), int(parse_number(v, "tp", 1))
     # 8 bits without a word on compiling: Transformer Engine, otherwise PyTorch's own operators.
     is_pytorch = bool(v["zero_stage"]) and cluster.device.family != "tpu" and (precision == "bf16" or bool(compiled))
+    is_eager = is_pytorch and compiled in ("", "0")
     has_sinks = "gpt-oss" in v["model"].lower().replace(" ", "-")  # which the newest kernels did not support
+    has_first = "mpt" in v["model"].lower() and cluster.device.family == "ampere"
     return FrameworkKernels(
         precision,
         has_eager_loss=is_legacy,
         fused_attention=not is_legacy,
-        flash_attention_2=not is_legacy and (is_pytorch or has_sinks),
-        eager=is_legacy or (is_pytorch and compiled in ("", "0")),
+        flash_attention=1 if has_first else 2 if is_pytorch or has_sinks else 3,
+        eager=is_legacy or is_eager,
+        has_eager_norms=not is_legacy and is_eager and v["zero_stage"] == "3" and not parse_number(v, "experts", 0),
         overlap_comm=not is_legacy,
         sequence_parallel=v["sp"] == "1" if v["sp"] else (not is_legacy and tp > 1),
     )

@@ -240,6 +240,8 @@ class BlockTimeModel:
     """Predicts module times of one model on one machine. The methods from `attention` on describe our kernels;
     `benchmarks/frameworks.py` overrides them for other software."""
 
+    hidden_passes, head_passes = 12, 3  # reads and writes of the hidden state and of heads in a forward
+
     def __init__(self, machine: Machine, shape: ModelShape, kernel_profile: KernelProfile):
         self.machine, self.shape, self.kernel_profile = machine, shape, kernel_profile
 
@@ -256,8 +258,8 @@ class BlockTimeModel:
         core, core_backward = self.attention(degrees)
         # Norms, residuals, dropout and rotary move the hidden state; activation functions move the FFN's hidden state.
         kv_width = 2 * shape.kv_heads * shape.head_dim
-        heads_moved = 3 * tokens * (shape.query_width + kv_width) / t
-        moved = size * (12 * self.hidden_tokens(tokens, t) * shape.width + heads_moved)
+        heads_moved = self.head_passes * tokens * (shape.query_width + kv_width) / t
+        moved = size * (self.hidden_passes * self.hidden_tokens(tokens, t) * shape.width + heads_moved)
         moved += size * tokens * hidden / t * (shape.ffn_matrices + 1)
         if precision in LOW_PRECISION:
             moved += e.low_precision_casts * tokens * (4 * shape.width + 2 * (shape.attention_width + hidden) / t)
