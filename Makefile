@@ -33,7 +33,15 @@ test-clusters: $(DOCS_STAMP)
 		tests/test_doctor.py::test_a_rank_that_aborts_or_crashes_is_to_blame_in_young_attempts_too \
 		tests/test_doc_commands.py::test_a_run_and_what_is_done_with_it \
 		tests/test_lora.py::test_a_trained_adapter_loads_in_peft_and_is_merged \
-		tests/test_lora.py::test_adapters_beside_the_weights_of_a_run
+		tests/test_lora.py::test_adapters_beside_the_weights_of_a_run \
+		tests/test_cli.py::test_what_is_asked_for_as_json_is_nothing_else \
+		tests/test_sweep.py::test_the_worse_half_is_stopped_and_the_rest_goes_on \
+		tests/test_guard.py::test_chaos_in_short \
+		tests/test_transformers_models.py::test_folders_nobody_has_seen \
+		tests/test_handover.py::test_quantiles_of_a_run_without_held_out_samples_are_of_training \
+		tests/test_watch.py::test_an_uneven_stage_computes_and_the_other_has_the_bubble \
+		tests/test_tune.py::test_machines_read_it_too \
+		tests/test_example_family.py::test_it_is_proven
 
 # Where nothing can be installed but all packages are there: make test-gpu STAMP= BIN=/usr/bin
 test-gpu: $(STAMP)

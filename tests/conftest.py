@@ -87,6 +87,10 @@ ON_CLUSTERS = (
     "test_under_torchrun_it_joins_that_world_and_sample_writes_text",
     "test_a_rank_that_aborts_or_crashes_is_to_blame_in_young_attempts_too", "test_a_run_and_what_is_done_with_it",
     "test_a_trained_adapter_loads_in_peft_and_is_merged", "test_adapters_beside_the_weights_of_a_run",
+    "test_what_is_asked_for_as_json_is_nothing_else", "test_the_worse_half_is_stopped_and_the_rest_goes_on",
+    "test_chaos_in_short", "test_folders_nobody_has_seen",
+    "test_quantiles_of_a_run_without_held_out_samples_are_of_training",
+    "test_an_uneven_stage_computes_and_the_other_has_the_bubble", "test_machines_read_it_too", "test_it_is_proven",
 )  # fmt: skip
 
 
