@@ -11,10 +11,12 @@ import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from shardwise.cluster import DeviceSpec
 from shardwise.layout import Layout
 from shardwise.planner.costs import cached_by
 from shardwise.planner.costs.machine import (
     LOW_PRECISION,
+    POWER_LIMITED,
     BlockTimeModel,
     Efficiency,
     KernelProfile,
@@ -22,6 +24,7 @@ from shardwise.planner.costs.machine import (
     ModuleTime,
     ParallelDegrees,
     efficiency_of,
+    power_share,
 )
 from shardwise.planner.costs.memory_model import FrameworkProfile, MemoryInputs, RankMemory
 from shardwise.planner.costs.model_shape import ModelShape
@@ -55,8 +58,11 @@ class FrameworkEfficiency(Efficiency):
     """Seconds that tensor ranks wait for each other at an all-reduce that nothing overlaps."""
 
 
-def framework_efficiency(family: str, measured: dict[str, float]) -> FrameworkEfficiency:
-    return FrameworkEfficiency(**vars(efficiency_of(family, measured)))
+def framework_efficiency(device: DeviceSpec, fitted: FrameworkEfficiency | None = None) -> FrameworkEfficiency:
+    """Returns a device's constants; `fitted`: those of its family, in place of the ones in use."""
+    if fitted is None:
+        return FrameworkEfficiency(**vars(efficiency_of(device, {})))
+    return replace(fitted, **{name: power_share(device) * getattr(fitted, name) for name in POWER_LIMITED})
 
 
 @dataclass(frozen=True)

@@ -319,5 +319,5 @@ def predicted_seconds(row: MeasuredRun, layout: Layout, efficiency: FrameworkEff
 
 
 def estimator_of(row: MeasuredRun, efficiency: FrameworkEfficiency | None = None) -> FrameworkEstimator:
-    e = efficiency or framework_efficiency(row.cluster.device.family, row.cluster.measured)
+    e = framework_efficiency(row.cluster.device, efficiency)
     return FrameworkEstimator(Machine(row.cluster, e), row.shape, row.kernels, row.memory_profile, row.samples, e)

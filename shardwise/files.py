@@ -39,8 +39,7 @@ def parse_record(line: str | bytes, parse_constant: Callable[[str], Any] | None 
         record = parse_json(line, parse_constant)
     except ValueError:
         return None
-    is_valid = isinstance(record, dict) and type(record.get("step", 0)) is int
-    return record if is_valid else None
+    return record if isinstance(record, dict) and type(record.get("step", 0)) is int else None
 
 
 def _parse(load: Callable[[Any], Any], text: str | bytes) -> Any:

@@ -125,8 +125,7 @@ class Layout:
     def stages_per_rank(self) -> int:
         if self.pipeline == 1:
             return 1
-        default = 2 if self.schedule in ("interleaved", *V_SHAPED) else 1
-        return self.virtual or default
+        return self.virtual or (2 if self.schedule in ("interleaved", *V_SHAPED) else 1)
 
     @cached_property
     def stage_count(self) -> int:

@@ -41,7 +41,7 @@ SHAPES = [
 
 def estimator(name: str = "llama3-8b", cluster: str = "h100", samples: int = 64) -> Estimator:
     found = CLUSTERS[cluster]
-    machine = Machine(found, efficiency_of(found.device.family, found.measured))
+    machine = Machine(found, efficiency_of(found.device, found.measured))
     shape = shape_of(make_job({"model": {"name": name}}).model)
     return Estimator(machine, shape, KernelProfile("bf16"), samples, FrameworkProfile())
 

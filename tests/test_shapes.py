@@ -245,7 +245,7 @@ def test_any_module_can_be_planned() -> None:
         make_operators=lambda samples: trace_module(module, torch.zeros(samples, 1024)),
     )  # fmt: skip
     cluster = CLUSTERS["a100-80g"]
-    machine = Machine(cluster, efficiency_of(cluster.device.family, cluster.measured))
+    machine = Machine(cluster, efficiency_of(cluster.device, cluster.measured))
     found = search(OperatorListEstimator(machine, shape, KernelProfile("float32"), 64, engine_profile("float32")), 8)
     assert shape.parameters == 4 * 1024 * 1025
     assert all(p.layout.pipeline == p.layout.tensor == 1 for p in found.best)

@@ -62,8 +62,7 @@ def calibrate_to_file(out: Path, processes: int, device: str) -> str:
     if device == "cuda" and not has_gpu:
         raise JobError("--device cuda: PyTorch finds no GPU on this machine; use --device cpu.")
     require_parent_folder(out)
-    cluster = calibrate("cuda" if has_gpu and device != "cpu" else "cpu", processes)
-    return write_calibrated(cluster, out)
+    return write_calibrated(calibrate("cuda" if has_gpu and device != "cpu" else "cpu", processes), out)
 
 
 def write_calibrated(cluster: Cluster, out: Path) -> str:
@@ -116,7 +115,7 @@ def calibrate_world(device: torch.device, local_size: int) -> Cluster:
 def refine(cluster: Cluster, job: Job, measured: dict[Layout, float]) -> Cluster:
     """Returns the cluster with the constants for which the planner predicts these step times best: a regression of
     logarithms in which each constant has a prior at its value so far. What no step time depends on stays as it was."""
-    start = asdict(efficiency_of(cluster.device.family, cluster.measured))
+    start = asdict(efficiency_of(cluster.device, cluster.measured))
     least = {name: low for name, low in REFINED.items() if name != "uncontended_speedup" or start[name] > low}
     low = np.log(list(least.values()))
     prior = np.maximum(low + 1e-3, np.log([max(start[name], 1e-9) for name in least]))
@@ -180,18 +179,18 @@ def _fit_efficiencies(cluster: Cluster, values: dict[str, float]) -> dict[str, f
             "uncontended_speedup": max(1.0, values["large_block"] / uncontended),
         }
         # Makes the prediction for the measured attention equal to its measurement.
-        machine = Machine(cluster, efficiency_of("cpu", efficiencies))
+        machine = Machine(cluster, efficiency_of(cluster.device, efficiencies))
         forward, _ = BlockTimeModel(machine, shape_of(large), KernelProfile(dtype_name)).attention(SINGLE_DEVICE)
         efficiencies["attention"] *= forward * values["attention"] / _attention_flops(large)
         # The time of a large block beyond its matmuls and attention is memory traffic.
-        machine = Machine(cluster, replace(efficiency_of("cpu", efficiencies), memory=1.0))
+        machine = Machine(cluster, replace(efficiency_of(cluster.device, efficiencies), memory=1.0))
         best = _ideal_times(machine, large, dtype_name, SINGLE_DEVICE)
         compute = best["matmul"] + best["attention"]
         rest = max(values["large_block"] - values["launch_seconds"] - compute, 0.2 * best["memory"])
         return efficiencies | {"memory": min(4.0, best["memory"] / rest)}
     # Ideal seconds at the peak over measured seconds, per kernel category.
     perfect = dict.fromkeys(("memory", "matmul", "low_precision_matmul", "attention"), 1.0)
-    ideal = replace(efficiency_of(device.family, efficiencies), **perfect)
+    ideal = replace(efficiency_of(device, efficiencies), **perfect)
     machine, degrees = Machine(cluster, ideal), SINGLE_DEVICE._replace(micro_batch=STEP_SAMPLES)
     ratios: dict[str, dict[str, float]] = {}
     for name, overrides in SETTINGS["model_kinds"].items():

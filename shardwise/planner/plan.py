@@ -226,7 +226,7 @@ def make_estimator(job: Job, cluster: Cluster) -> Estimator:
         total = sum(size for size, _ in sizes.values())
         trained = sum(size for size, is_trained in sizes.values() if is_trained) / total
         quantized = sum(sizes[name][0] for name in model.sharding_plan.quantized) / total
-    machine = Machine(cluster, efficiency_of(cluster.device.family, cluster.measured), trained)
+    machine = Machine(cluster, efficiency_of(cluster.device, cluster.measured), trained)
     compiled = bool(cluster.measured.get("compiled")) and job.compile is not False
     # On a CPU no loss is fused: separate operators for upcast, log-softmax and gather.
     loss_bytes = 53.0 if cluster.device.family == "cpu" else KernelProfile.loss_bytes_per_logit

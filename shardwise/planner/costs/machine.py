@@ -7,7 +7,7 @@ from math import ceil, inf
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwise.cluster import Cluster
+from shardwise.cluster import Cluster, DeviceSpec
 from shardwise.errors import JobError
 from shardwise.planner.costs.model_shape import ModelShape
 
@@ -63,19 +63,28 @@ POSITIVE = (
     "matmul", "low_precision_matmul", "attention", "attention_backward", "memory", "inner", "outer", "unaligned_64",
     "grouped_matmul", "all_to_all", "overlap_sharpness", "uncontended_speedup",
 )  # fmt: skip
+POWER_LIMITED = ("matmul", "low_precision_matmul", "attention")
+WATTS_PER_TFLOPS = {"ampere": 1.28, "hopper": 0.708, "blackwell": 0.49}  # rated watts per TFLOP/s in 16 bits
 OF_OLDER_FILES = ("unaligned_8", "contention", "overlap_p2p_interleaved")
 
 
-def efficiency_of(family: str, measured: dict[str, float]) -> Efficiency:
-    """Returns a family's fitted constants, overridden by what `calibrate` measured."""
+def power_share(device: DeviceSpec) -> float:
+    """Returns the clock that a device's power allows, relative to the one on which most runs of its family ran."""
+    watts = 1e12 * device.power / device.peak_flops("bf16")
+    return watts / WATTS_PER_TFLOPS.get(device.family, watts) if watts else 1.0
+
+
+def efficiency_of(device: DeviceSpec, measured: dict[str, float]) -> Efficiency:
+    """Returns the fitted constants of a device's family, overridden by what `calibrate` measured."""
     measured = {name: value for name, value in measured.items() if name not in OF_OLDER_FILES}
     for name, value in measured.items():
         low, high = 0.01 if name in POSITIVE else 0.0, 1.0 if name.startswith(("overlap_", "wave_")) else 1e6
         high = 100.0 if name == "overlap_sharpness" else high
         if name not in Efficiency.__dataclass_fields__ or not low <= value <= high:
             raise JobError(f"the cluster's measured.{name} = {value:g} is unknown, or not from {low:g} to {high:g}.")
-    families = CONSTANTS["families"]
-    return Efficiency(**{**CONSTANTS["common"], **families.get(family, families["other"]), **measured})
+    shares = CONSTANTS["families"].get(device.family, CONSTANTS["families"]["other"])
+    at_power = {name: power_share(device) * shares[name] for name in POWER_LIMITED}
+    return Efficiency(**{**CONSTANTS["common"], **shares, **at_power, **measured})
 
 
 LOW_PRECISION = ("fp8", "fp4")
