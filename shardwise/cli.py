@@ -153,7 +153,7 @@ def plan(
     job_file: JobFile = None,
     overrides: Overrides = None,
     cluster: Annotated[str | None, Option(help="Preset (h100, ...) or calibrated file; default: this machine.")] = None,
-    devices: Annotated[int | None, Option(min=1, help="Default: one node, rack or pod; here: all processes.")] = None,
+    devices: Annotated[int | None, Option(min=1, max=10**5, help="Default: one node, rack or pod; here: all.")] = None,
     layout: Annotated[str | None, Option(help="Estimate this layout instead of searching.")] = None,
     price: Annotated[float | None, Option(min=0, help="Of a device for an hour: states the run's cost.")] = None,
 ) -> Answer:
@@ -161,11 +161,12 @@ def plan(
     plan_job = quick_import("shardwise.planner.plan").plan_job
     from shardwise.planner.show import cost_lines, show_plan
 
+    settings = [*(overrides or []), *[f"layout={layout}"] * (layout is not None)]
     if cluster is None:  # as `train` plans
-        job = load_job(job_file, [*(overrides or []), *[f"layout={layout}"] * (layout is not None)])
-        plan_result, _ = quick_import("shardwise.train.local_machine").choose_plan(job, devices)
+        choose_plan = quick_import("shardwise.train.local_machine").choose_plan
+        plan_result, _ = choose_plan(load_job(job_file, settings), devices)
     else:
-        plan_result = plan_job(job_file, overrides or [], cluster, devices, layout)
+        plan_result = plan_job(job_file, settings, cluster, devices, None if layout == "auto" else layout)
     with (console := Console()).capture() as shown:
         show_plan(plan_result, console, price)
     facts = plan_result.as_dict() | {"price": price, "statements": list(cost_lines(plan_result, price))}

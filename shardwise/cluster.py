@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import tomli_w
 import torch
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from shardwise.errors import JobError, suggest
 from shardwise.files import parse_toml, write_text
@@ -32,6 +32,7 @@ NEXT_WIDER = {**dict(zip(WIDENING, WIDENING[1:])), "tf32": "float32"}
 class DeviceSpec:
     """One accelerator, from its data sheet."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
     name: str
     family: str  # selects the efficiencies: volta, ampere, hopper, blackwell, cdna2 to cdna4, tpu, cpu
     memory: Rate  # bytes
@@ -57,6 +58,7 @@ class LinkSpec:
 
 @dataclass(frozen=True)
 class Cluster:
+    __pydantic_config__ = ConfigDict(extra="forbid")
     device: DeviceSpec
     domain_size: Count  # devices per domain, connected by the inner link
     inner: LinkSpec
@@ -91,7 +93,7 @@ def find_cluster(name: str) -> Cluster:
     if name in CLUSTERS:
         return CLUSTERS[name]
     path = Path(name)
-    if path.suffix != ".toml" and not path.exists():
+    if path.suffix != ".toml" and not path.is_file():
         near = max((known for known in CLUSTERS if name.lower().startswith(known)), key=len, default=name)
         raise JobError(f"unknown cluster {name!r}: {suggest(near, CLUSTERS)} Or give a file of `shardwise calibrate`.")
     return read_cluster(path)
@@ -114,8 +116,10 @@ def changed(cluster: Cluster, key: str, value: float) -> Cluster:
     if key in ("inner", "outer", "node_link"):
         link = "inner" if key == "inner" else "outer"
         return replace(cluster, **{link: replace(getattr(cluster, link), bandwidth=value)})
-    peaks = {name: rate * value / device.peak_flops("bf16") for name, rate in device.peak_by_precision.items()}
-    return replace(cluster, device=replace(device, **{"peak_by_precision": peaks} if key == "flops" else {key: value}))
+    ratio = value / device.peak_flops("bf16")  # more FLOP/s take as much more power
+    peaks = {name: rate * ratio for name, rate in device.peak_by_precision.items()}
+    values = {"peak_by_precision": peaks, "power": device.power * ratio} if key == "flops" else {key: value}
+    return replace(cluster, device=replace(device, **values))
 
 
 def read_cluster(path: Path) -> Cluster:

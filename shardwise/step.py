@@ -42,8 +42,7 @@ class StepResult:
 def step(engine: Engine, optimizer: torch.optim.Optimizer, samples: Samples, clip: float,
          on_grads_ready: Callable[[StepResult], None] | None = None) -> StepResult:  # fmt: skip
     """Trains on this rank's samples of one global batch. Calls `on_grads_ready` before the update."""
-    loss = backward(engine, samples)
-    outcome = reduce_loss_and_norm(engine, loss)
+    outcome = reduce_loss_and_norm(engine, backward(engine, samples))
     if on_grads_ready is not None:
         on_grads_ready(outcome)
     clip_and_update(engine, optimizer, outcome, clip)
@@ -133,8 +132,7 @@ def make_step_fn(engine: Engine, optimizer: torch.optim.Optimizer, clip: float, 
 
 def backward(engine: Engine, samples: Samples) -> Tensor:
     """Sets the gradients of all parameter shards, times the loss scale. Returns this rank's share of the loss."""
-    count = count_targets(engine, samples)
-    loss = engine.run(samples, engine.scale.value / count)
+    loss = engine.run(samples, engine.scale.value / count_targets(engine, samples))
     engine.data.reduce_gradients()
     all_reduce_tensor_grads(engine)
     all_reduce_tied_grads(engine)
@@ -172,8 +170,7 @@ def reduce_loss_and_norm(engine: Engine, loss: Tensor) -> StepResult:
     num_replicas = [float(shard.num_replicas) for shard in engine.param_shards]
     squares = torch._foreach_div(torch._foreach_mul(norms, norms), num_replicas)
     total = torch.stack([square.to(loss.device) for square in squares]).sum()  # table rows may be in host memory
-    local_loss = loss / engine.mesh["tensor"].size
-    loss_and_square = torch.stack((local_loss.to(dtype), total))
+    loss_and_square = torch.stack(((loss / engine.mesh["tensor"].size).to(dtype), total))
     # Gradients are reduced by now, so a rank that waits here in a pipeline waits for a slower stage.
     with engine.timer.waiting("pipeline") if engine.pipeline is not None else nullcontext():
         all_reduce(loss_and_square, axis=engine.mesh["world"])

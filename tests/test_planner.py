@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shardwise.cli import app
-from shardwise.cluster import CLUSTERS, DEVICES, find_cluster
+from shardwise.cluster import CLUSTERS, DEVICES, find_cluster, read_cluster, write_cluster
 from shardwise.console import format_count, format_seconds
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import BatchConfig, load_job, make_job
@@ -265,6 +265,44 @@ def test_price_energy_and_what_would_make_it_faster(tmp_path: Path) -> None:
     hours = plan_job(Path(command[1]), [], "h100", 16, "shard=16 zero=3").training_seconds / 3600 * 16
     assert f"Cost at 2.5 for an hour of a device: {2.5 * hours:,.2f}." in result.output
     assert "Energy at the devices' rated 700 W" in result.output and "Bottleneck: matmul FLOP/s." in result.output
+    for cluster in ("h100", "a100-80g", "b200"):  # also where the power limits the clock
+        peak = CLUSTERS[cluster].device.peak_flops("bf16") / 1e12
+        given = Path(command[1]), [f"cluster.flops={2 * peak:g}"], cluster, 16, "shard=16 zero=3"
+        faster, usual = plan_job(*given).best, plan_job(given[0], [], *given[2:]).best
+        assert 0.5 < faster.seconds / usual.seconds < 0.9
+
+
+def test_power_limits_the_clock() -> None:
+    shares = {name: efficiency_of(DEVICES[name], {}).matmul for name in ("B200", "GB200", "GB300", "H100-80GB", "H200")}
+    assert shares["B200"] < shares["GB200"] < shares["GB300"] < 1 and shares["H100-80GB"] == shares["H200"]
+    unknown = replace(DEVICES["GB200"], power=0.0)  # watts nobody stated limit nothing
+    assert efficiency_of(unknown, {}).matmul == pytest.approx(shares["GB200"], rel=1e-3)
+    assert efficiency_of(DEVICES["B200"], {"matmul": 0.5}).matmul == 0.5  # measured at its own clock
+
+
+def test_a_plan_that_only_tight_layouts_fit_says_so(tmp_path: Path) -> None:
+    job = Path(llama_job(tmp_path))
+    least = plan_job(job, ["cluster.memory=1"], "h100", 8, None).best  # nothing fits: the least memory
+    plan = plan_job(job, [f"cluster.memory={1.01 * least.peak_memory / 2**30:.6f}"], "h100", 8, None)
+    assert plan.best.layout == least.layout and "tight" in plan.memory_verdict(plan.best)
+    assert "no layout surely fits; this one needs the least memory" in plan.near_misses
+    assert not any("less simple" in line for line in plan.near_misses)
+
+
+def test_a_given_layout_is_checked_as_train_checks_it(tmp_path: Path) -> None:
+    for layout, problem in (("replicate=2 zero=3", "shards over shard=N"), ("", "layout is empty")):
+        result = CliRunner().invoke(app, ["plan", llama_job(tmp_path), "--cluster", "h100", "--layout", layout])
+        assert problem in f"{result.output}{result.exception}"
+    result = CliRunner().invoke(app, ["plan", llama_job(tmp_path), "--cluster", "h100", "--layout", "auto"])
+    assert result.exit_code == 0 and "layouts evaluated" in result.output
+
+
+def test_a_key_that_a_cluster_file_does_not_have_is_named(tmp_path: Path) -> None:
+    write_cluster(CLUSTERS["h100"], file := tmp_path / "cluster.toml")
+    assert read_cluster(file) == CLUSTERS["h100"]
+    file.write_text("nodes = 5\n" + file.read_text())
+    with pytest.raises(JobError, match="nodes: Unexpected"):
+        read_cluster(file)
 
 
 def test_what_if_the_link_between_nodes_were_slower(tmp_path: Path) -> None:

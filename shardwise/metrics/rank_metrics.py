@@ -164,8 +164,7 @@ def sum_bytes_by_kind(tensors_by_kind: dict[str, Sequence[Any]]) -> dict[str, fl
     totals = dict.fromkeys(tensors_by_kind, 0.0)
     for kind, tensors in tensors_by_kind.items():
         for tensor in tensors:
-            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-            storage = local.untyped_storage()
+            storage = (tensor.to_local() if hasattr(tensor, "to_local") else tensor).untyped_storage()
             if storage.nbytes() and storage.data_ptr() not in seen:
                 seen.add(storage.data_ptr())
                 totals[kind] += storage.nbytes()

@@ -84,8 +84,7 @@ class SpanCorruption(PerSampleObjective):
 
 def _random_partition(rng: np.random.Generator, total: int, count: int) -> np.ndarray:
     """Returns `count` positive integers that sum to `total`, uniformly over all such partitions."""
-    cuts = np.sort(rng.permutation(total - 1)[: count - 1]) + 1
-    return np.diff(np.concatenate(([0], cuts, [total])))
+    return np.diff(np.concatenate(([0], np.sort(rng.permutation(total - 1)[: count - 1]) + 1, [total])))
 
 
 def _pad_with_eos(tokens: np.ndarray, length: int, eos: int, padding: int) -> np.ndarray:

@@ -68,5 +68,4 @@ def parse_model(values: Mapping[str, Any]) -> ModelConfig:
     """Returns the config of a `[model]` section. A preset, or the model that `weights` names, provides missing keys."""
     values = starting_values(values)
     name = values.get("name", "gpt")
-    family = family_name(name) if isinstance(name, str) else "gpt"
-    return named_family(family).config.model_validate(values)
+    return named_family(family_name(name) if isinstance(name, str) else "gpt").config.model_validate(values)

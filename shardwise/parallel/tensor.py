@@ -189,8 +189,7 @@ def _look_up_rows(module: Any, axis: Axis, reduce: Reduction) -> None:
     def forward(tokens: Tensor) -> Tensor:
         row = tokens - module.first_row
         is_remote = (row < 0) | (row >= module.weight.shape[0])
-        embeddings = lookup(row.masked_fill(is_remote, 0))
-        return reduce(embeddings.masked_fill(is_remote.unsqueeze(-1), 0.0), axis)
+        return reduce(lookup(row.masked_fill(is_remote, 0)).masked_fill(is_remote.unsqueeze(-1), 0.0), axis)
 
     module.forward = forward
 

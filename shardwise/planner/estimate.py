@@ -280,8 +280,7 @@ class Estimator:
 
     def activation_bytes(self, layout: Layout, sparse: bool) -> tuple[float, float, float]:
         profile = self.kernel_profile
-        compiled = profile.compiled and not layout.has_split_backward
-        options = compiled, bool(profile.adapter_features)
+        options = profile.compiled and not layout.has_split_backward, bool(profile.adapter_features)
         return memory_model.block_activation_bytes(self.shape, profile.itemsize, layout, sparse, *options)
 
     @cached_by(lambda self, layout: (self.parallel_degrees(layout), layout.recompute, layout.zero, layout.shard,

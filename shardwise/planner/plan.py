@@ -163,6 +163,8 @@ def make_plan(
             told = f"{format_step(mine.seconds)} per step, {mine.peak_memory / GIB:.1f} GiB"
         told += "" if own.world == best.layout.world else f", on {pluralize(own.world, 'device')}"
         neighbours = (f"the job's own layout, {own}: {told}", *neighbours)
+    if shows_neighbours and best.peak_memory > estimator.memory_limit:
+        neighbours = ("no layout surely fits; this one needs the least memory", *neighbours)
     if layout is None and estimator.efficiency.uncontended_speedup > 1.0 and best.layout.pipeline > 1:
         neighbours = (SHARED_CORES, *neighbours)
     reasons = ("", *(explain_gap(estimator, best, other) for other in result.best[1:]))
@@ -323,7 +325,7 @@ def explain_gap(estimator: Estimator, best: Prediction, other: Prediction) -> st
     limit = estimator.machine.device.memory
     if other.peak_memory > limit:
         return f"does not fit: {other.peak_memory / GIB:,.0f} GiB of {limit / GIB:,.0f}"
-    if other.peak_memory > estimator.memory_limit >= best.peak_memory:
+    if other.peak_memory > max(estimator.memory_limit, best.peak_memory):
         return f"tight: {other.peak_memory / GIB:,.0f} GiB of {limit / GIB:,.0f}"
     slower = other.seconds / best.seconds - 1
     if slower < 0:

@@ -13,6 +13,7 @@ from bisect import insort
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from math import inf
 from typing import Any
 
@@ -179,5 +180,6 @@ def _candidate_schedules(estimator: Estimator, base: Layout) -> Iterator[tuple[s
             yield schedule, virtual
 
 
+@cache
 def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0] if number < 10**5 else [1, number]
+    return [n for n in range(1, number + 1) if number % n == 0]

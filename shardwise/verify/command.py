@@ -189,5 +189,4 @@ def _in_module(job: Job, reference: nn.Module, tensors: Mapping[str, Tensor]) ->
     names = [name for name, _ in reference.named_parameters()]
     if missing := [name for name in names if name not in found.found] or sorted(found.unused):
         raise JobError(f"{type(reference).__name__} and our model differ in the parameters {', '.join(missing)}.")
-    everything = (slice(None),) * 3
-    return {name: found.value(name)[everything[: len(found.value(name).shape)]] for name in names}
+    return {name: found.value(name)[(slice(None),) * len(found.value(name).shape)] for name in names}
