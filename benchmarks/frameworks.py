@@ -38,6 +38,9 @@ EAGER_KERNELS = 2  # kernels per block in eager PyTorch, relative to fused kerne
 # How often PyTorch's own RMSNorm (float32 copy, square, mean, product, cast, weight: 36 bytes per element, twice) and
 # residuals read or write the hidden state of a forward in 16 bits, and rotary positions the heads.
 EAGER_NORM_PASSES, EAGER_ROTARY_PASSES = 42, 10
+# Rate of matmuls with an odd number of logits, relative to padded ones: between the 0.23 that we measured on an H200
+# (docs/explanation/speed.md) and about 0.5, by what padding GPT-2's vocabulary gained nanoGPT on an A100.
+ODD_VOCABULARY = 0.4
 HEAD_KERNELS = 60  # kernels of norm, logits and loss in eager PyTorch, one way
 FRAGMENTATION = 0.2  # what nvidia-smi shows beyond live tensors and fixed buffers, with the allocator of 2020 to 2024
 FLASH_ATTENTION_1 = 0.65  # rate in Triton relative to FlashAttention 2, which is 1.3 to 2.5 times as fast by its paper
@@ -71,7 +74,7 @@ class FrameworkKernels(KernelProfile):
 
     loss_bytes_per_logit: float = FUSED_LOSS_BYTES
     has_eager_loss: bool = False
-    """Whether the loss is PyTorch's own operators where the vocabulary is not split."""
+    """Whether the loss is PyTorch's own operators."""
     fused_attention: bool = True
     flash_attention: int = 3
     """Generation of the fused attention; 3: the newest kernels of the device."""
@@ -171,12 +174,16 @@ class FrameworkTimeModel(BlockTimeModel):
         return super().exposed_tensor_time(seconds) if overlaps else seconds + 2 * self.efficiency.tensor_wait
 
     def loss_bytes_per_logit(self, tensor: int) -> float:
-        # With a split vocabulary, measured runs take no longer than with a fused loss.
-        is_eager = self.kernel_profile.has_eager_loss and tensor == 1
+        is_eager = self.kernel_profile.has_eager_loss
         return self.efficiency.loss_bytes_per_logit if is_eager else super().loss_bytes_per_logit(tensor)
 
     def head(self, degrees: ParallelDegrees) -> ModuleTime:
         head = super().head(degrees)
+        if self.shape.vocab // degrees.tensor % 2:  # super() pads
+            tokens = degrees.micro_batch * self.shape.sequence / degrees.context
+            matmuls = self.machine.linear(tokens, self.shape.width, self.shape.vocab, self.kernel_profile.precision)
+            more = [(1 / ODD_VOCABULARY - 1) * seconds for seconds in matmuls]
+            head = head._replace(forward=head.forward + more[0], backward=head.backward + more[1] + more[2])
         host = HEAD_KERNELS * self.efficiency.kernel_launch if self.kernel_profile.has_eager_loss else 0.0
         forward, backward = (self.machine.bottleneck_time(seconds, host) for seconds in (head.forward, head.backward))
         return head._replace(forward=forward, backward=backward)

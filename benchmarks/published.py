@@ -16,7 +16,8 @@ Assumptions about what a source does not state:
 - `zero_stage`: 3 on TPUs and where no layout is given, 0 for fp16-era software, else 1. `sp`: on with tensor
   parallelism, except in fp16. A note "zero1=8" means that optimizer state is sharded over 8 ranks. `virtual_pp`: 1, or
   one stage per layer where fewer than four micro-batches per stage would leave a large bubble. `ep`: 8.
-- `global_batch`: one micro-batch per data rank. `vocab`: 51,200; padded to a multiple of 128. `head_size`: width /
+- `global_batch`: one micro-batch per data rank. `vocab`: 51,200, padded to a multiple of 128; vTrain's is 50,257 and
+  not padded (the default of its published configurations). `head_size`: width /
   heads, or that of the public model.
 - Memory: Megatron-Core logs what PyTorch has allocated at most; others show what it, driver and buffers reserve.
 - Step time: as stated, else from tokens per second, else from FLOP/s by the source's way of counting (`tflops_kind`).
@@ -107,7 +108,9 @@ def model_shape_of_row(v: dict[str, str]) -> ModelShape:
     size = width // heads
     sequence = int(parse_number(v, "seq_len"))
     total = parse_number(v, "params_b", 0.0) * 1e9
-    vocab = -(-int(parse_number(v, "vocab", 51200)) // 128) * 128  # all frameworks pad the vocabulary
+    vocab = -(-int(parse_number(v, "vocab", 51200)) // 128) * 128  # all frameworks pad the vocabulary, but one
+    if "vtrain" in v["source"] and not v["vocab"]:
+        vocab = 50257
     experts, experts_per_token = (int(parse_number(v, key, 0)) for key in ("experts", "experts_per_token"))
     latent: dict[str, int] = {}
     if "qwen3" in model or "maxtext" in model:

