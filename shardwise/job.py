@@ -215,6 +215,7 @@ class Job(ConfigSection):
     layout: str = "auto"
     precision: Literal["float64", "float32", "bf16", "fp16", "fp8"] = "float32"
     compile: bool | Literal["auto"] = "auto"
+    offload_activations: bool = False
     tracker: TrackerName | tuple[TrackerName, ...] = ""
     sdpa_backend: Literal["auto", "cudnn", "flash", "efficient", "math"] = "auto"
     model: SerializeAsAny[ModelConfig] = DecoderConfig()

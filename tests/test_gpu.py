@@ -22,7 +22,7 @@ from shardwise.layout import Layout
 from shardwise.optim import adamw
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import prepare
-from shardwise.step import make_step_fn
+from shardwise.step import make_step_fn, step
 from shardwise.verify import parity
 from shardwise.verify.parity import verify
 
@@ -358,6 +358,30 @@ def test_moments_in_host_memory_give_the_same_weights(state_dtype, graph, monkey
         weights[offloads] = {shard.name: shard.tensor.cpu() for shard in engine.param_shards}
     for name, weight in weights[False].items():
         assert torch.equal(weights[True][name], weight), name
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("words", ["recompute=none", "recompute=full", "micro_batch=2"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_activations_in_host_memory_give_the_same_weights(words: str, compiled: bool) -> None:
+    model = {"layers": 8, "width": 512, "heads": 8, "vocab": 1024, "sequence": 1024}
+    weights, peaks = {}, {}
+    for offloads in (False, True):
+        settings = {"precision": "bf16", "compile": compiled, "offload_activations": offloads, "model": model}
+        job = make_job({**settings, "batch": {"samples": 8}})
+        batches = SampleStream(synthetic_source(job, 64), 0)
+        engine = parallelize(prepare(job, Layout.parse(words)), torch.device("cuda"))
+        optimizer = engine.make_optimizer(job)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        for number in range(5):
+            step(engine, optimizer, batches.read(rank_positions(number, 8, 1, 0)).to(torch.device("cuda")), 1.0)
+        peaks[offloads] = torch.cuda.max_memory_allocated() - before
+        weights[offloads] = {shard.name: shard.tensor.cpu() for shard in engine.param_shards}
+        del engine, optimizer
+    for name, weight in weights[False].items():
+        assert torch.equal(weights[True][name], weight), name
+    assert peaks[True] < (1.0 if "full" in words else 0.7) * peaks[False], peaks
 
 
 if __name__ == "__main__":

@@ -84,7 +84,8 @@ def test_layout_answers_are_layouts() -> None:
 
 def test_hints_of_new_words() -> None:
     assert layout_hint("--use-torch-fsdp2", "8") == "did you mean shard=8 zero=3?"
-    assert job_hint("offload_param") == "only optimizer states can be in host memory: optimizer.offload = true."
+    host = "to host memory: optimizer.offload = true for states, offload_activations = true; not parameters."
+    assert job_hint("offload_param") == host
     with pytest.raises(LayoutError, match="did you mean tensor=4"):
         Layout.parse("autotp_size=4")
     assert all(text[0].isupper() for text in JOB_WORDS if text.endswith("."))

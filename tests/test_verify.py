@@ -57,6 +57,8 @@ MODEL = {
     "layers": (4, 6),
     # Several conversations in a sample (data.pack).
     "pack": (True, False),
+    # Activations in host memory.
+    "offload": (True, False),
 }
 
 
@@ -89,11 +91,12 @@ def _micro_batch_counts(layout: Layout) -> list[int]:
 
 
 def job_of(case: Case, layout: Layout) -> Job:
-    model = {key: case[key] for key in MODEL if key not in ("heads", "sizes", "pack")}
+    model = {key: case[key] for key in MODEL if key not in ("heads", "sizes", "pack", "offload")}
     model["heads"], model["kv_heads"] = case["heads"]
     model["vocab"], model["ffn"] = case["sizes"]
     job = tiny(layout.data * layout.micro_batch * micro_batches(case, layout), **model)
-    return job.model_copy(update={"data": DataConfig(source="chat", path="none", pack=case["pack"])})
+    data = DataConfig(source="chat", path="none", pack=case["pack"])
+    return job.model_copy(update={"data": data, "offload_activations": case["offload"]})
 
 
 def tiny(samples: int, **model: Any) -> Job:
@@ -107,7 +110,7 @@ def every(factors: dict[str, tuple]) -> list[Case]:
 
 def fits(case: Case) -> bool:
     layout = layout_of(case)
-    if layout is None or layout.stage_count > case["layers"] + 2:
+    if layout is None or layout.stage_count > case["layers"] + 2 or (case["offload"] and layout.has_split_backward):
         return False
     return _takes_context(layout, *case["heads"])
 
@@ -133,7 +136,7 @@ CASES = cover([[case for case in every(LAYOUT) if layout_of(case)], every(MODEL)
 def name_of(case: Case) -> str:
     heads, sizes = ("/".join(map(str, case[key])) for key in ("heads", "sizes"))
     words = [case["positions"], case["norm"], case["activation"], "bias" * case["bias"], "tied" * case["tied"],
-             "packed" * case["pack"]]  # fmt: skip
+             "packed" * case["pack"], "offload" * case["offload"]]  # fmt: skip
     return f"{layout_of(case)} count={case['count']} {' '.join(filter(None, words))} {heads} {sizes} x{case['layers']}"
 
 

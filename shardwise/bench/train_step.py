@@ -84,7 +84,8 @@ def bench_step(job: Job, device: torch.device, steps: int = 10, warmup_steps: in
     profiled = next(batches)
     time_breakdown = _profile_step(engine, lambda: step(engine, optimizer, profiled, job.optimizer.clip), device)
     compiled = job.should_compile(device.type, layout)
-    step_fn = make_step_fn(engine, optimizer, job.optimizer.clip, compiled, warmup_steps=0)
+    captures = compiled and not job.offload_activations
+    step_fn = make_step_fn(engine, optimizer, job.optimizer.clip, captures, warmup_steps=0)
     for _ in range(2):
         step_fn(next(batches))
     times = _time_steps(step_fn, list(batches), device.type == "cuda")

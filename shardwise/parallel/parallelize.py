@@ -19,6 +19,7 @@ from shardwise.models.gpt import configure_modules
 from shardwise.models.quantize import BLOCK, drop_weight, store_weight, whole_blocks
 from shardwise.optim.param_shard import ParamShard, init_param_shard
 from shardwise.parallel import batch_norm, context, expert, local_sgd, recompute, tensor
+from shardwise.parallel.activation_offload import ActivationOffload
 from shardwise.parallel.data_parallel import ParamSpecs
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.fsdp import is_single_process, make_data_parallel, uses_fsdp
@@ -101,6 +102,7 @@ def parallelize(prepared: Prepared, device: torch.device, memory: AbstractContex
             param_specs[name] = (prepared.shapes[name], dim, name in experts)
 
     fully_sharded = uses_fsdp(layout)
+    offload = ActivationOffload(device) if job.offload_activations else None
     quantized = [] if fully_sharded else [shard for chain in chains for shard in drop_frozen(chain, param_specs, mesh)]
     for chain in chains:
         if not fully_sharded and not single_process:
@@ -110,6 +112,8 @@ def parallelize(prepared: Prepared, device: torch.device, memory: AbstractContex
         if job.should_compile(device.type, layout):
             saves_all = precision.use_fp8 or job.model.lora is not None or layout.recompute == "selective"
             compile_blocks(chain, saves_all)
+        if offload is not None:
+            offload.apply(chain)
 
     data = make_data_parallel(chains, layout, mesh, precision, batch, job.gradient, job.seed)
     scale = LossScale(precision, device)

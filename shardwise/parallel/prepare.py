@@ -76,6 +76,11 @@ def prepare(job: Job, layout: Layout) -> Prepared:
     if job.compile is True and layout.has_split_backward:
         problem = f"compile = true with schedule {layout.schedule}: PyTorch cannot split a compiled backward"
         raise LayoutError(f"{problem}; use schedule=1f1b or interleaved, or compile = false.")
+    if job.offload_activations and layout.has_split_backward:
+        problem = f"offload_activations with schedule {layout.schedule}: a split backward reads activations twice"
+        raise LayoutError(f"{problem}; use schedule=1f1b or interleaved, or offload_activations = false.")
+    if job.offload_activations and not model.blocks():
+        raise JobError(f"offload_activations: {config.description} has no repeated blocks to move the activations of.")
     if len(stages) > 1 and not all(weight.requires_grad for weight in model.parameters()):
         for number, stage in enumerate(stages):
             if not any(weight.requires_grad for weight in model.slice(*stage).parameters()):

@@ -298,6 +298,9 @@ class Estimator:
         backward += recompute_fraction * (forward - inner.not_recomputed)
         if layout.recompute == "selective":
             backward += self.selective_recompute_time(layout, inner)
+        if self.framework_profile.offloads_activations:  # copied to the host behind a forward, and back
+            copied = self.memory_inputs(layout).saved_per_block / HOST_LINK_BANDWIDTH
+            forward, backward = max(forward, copied), max(backward, copied)
         exposed = {axis: (2.0 + recompute_fraction) * getattr(inner, axis) for axis in ("tensor", "context", "expert")}
         if layout.zero >= 2 and layout.shard > 1:
             gather = self.efficiency.weight_gather * self._weight_gather_time(layout)

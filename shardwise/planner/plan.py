@@ -250,6 +250,7 @@ def make_estimator(job: Job, cluster: Cluster) -> Estimator:
         framework_profile = replace(
             framework_profile, optimizer_bytes=framework_profile.optimizer_bytes - offloaded, offloaded_bytes=offloaded,
             buffer_bytes=MATMUL_WORKSPACES + BUFFERS * PART * offloaded / trained,
+            offloads_activations=job.offload_activations,
         )  # fmt: skip
     estimator = estimator_class(machine, shape, kernel_profile, job.samples, framework_profile, engine)
     estimator.loss_chunk = loss_chunk_size(shape.vocab) if shape.vocab else 0

@@ -110,7 +110,8 @@ class TrainingLoop:
         self.anomaly_policy = AnomalyPolicy(self.job, self.engine, can_replay, count_skipped, self._log_event)
 
     def _make_step_fn(self) -> Callable[[Samples], StepResult]:
-        return make_step_fn(self.engine, self.optimizer, self.job.optimizer.clip, self.compiled,
+        captures = self.compiled and not self.job.offload_activations
+        return make_step_fn(self.engine, self.optimizer, self.job.optimizer.clip, captures,
                             on_grads_ready=lambda outcome: self.corruption_detector.before_update(),
                             on_capture_failure=lambda message: self._log_event("capture_failed", message))  # fmt: skip
 

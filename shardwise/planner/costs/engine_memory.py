@@ -111,7 +111,7 @@ class EngineModel:
         in_flight_peaks = in_flight_peaks or schedule_peak_in_flight(*schedule, rank, micro_batches)
         stages_of_rank = [self.stages(layout)[stage] for stage in layout.stages_of(rank)]
         k, s, w = self.block_sizes(layout), self.itemsize, self.master_itemsize
-        peaks = _PeakCandidates(self, k, layout, stages_of_rank)
+        peaks = _PeakCandidates(self, k, layout, stages_of_rank, framework_profile.offloads_activations)
         fsdp = peaks.fsdp
         head = k.head - k.tied * any(p.first and p.last for p in stages_of_rank)
         numel = sum(p.blocks * k.block + p.first * k.embed + p.last * head for p in stages_of_rank)
@@ -132,7 +132,7 @@ class EngineModel:
         largest_bucket = max(k.largest_param, min(numel, BUCKET_BYTES / w))
         update = 0.0 if fsdp or layout.data == 1 else w * largest_bucket * (1 + 1 / layout.shard)
         is_ddp = layout.replicate == layout.world > 1  # its buckets are allocated from the start
-        if not is_ddp and in_flight_peaks[0][0] == (micro_batches,):
+        if not (is_ddp or peaks.offloads) and in_flight_peaks[0][0] == (micro_batches,):
             # All micro-batches run forward before any backward: gradients are allocated as activations are freed.
             without_gradients = max(peaks.candidate_bytes(in_flight_peaks, drop=1), default=0.0)
             if stages_of_rank[0].first:
@@ -183,8 +183,8 @@ class BlockSizes(NamedTuple):
 class _PeakCandidates:
     """Bytes beyond weights, gradients and optimizer state at the moments that can be a rank's peak."""
 
-    def __init__(self, engine: EngineModel, k: BlockSizes, layout: Layout, stages: list[StageLayers]):
-        self.engine, self.k, self.layout, self.stages = engine, k, layout, stages
+    def __init__(self, engine: EngineModel, k: BlockSizes, layout: Layout, stages: list[StageLayers], offloads: bool):
+        self.engine, self.k, self.layout, self.stages, self.offloads = engine, k, layout, stages, offloads
         s, w = engine.itemsize, engine.master_itemsize
         self.fsdp, self.is_zero3 = layout.shard > 1 and layout.zero > 1, layout.shard > 1 and layout.zero == 3
         self.keeps_compute_copy = engine.keeps_compute_copy(layout)
@@ -199,6 +199,9 @@ class _PeakCandidates:
         self.kept_fraction = 0.0 if layout.recompute == "selective" else layout.kept_fraction
         self.saved_recomputed = k.saved_selective if layout.recompute == "selective" else k.hidden_bytes
         shared = k.saved_common if layout.recompute == "selective" else k.hidden_bytes
+        # Where activations wait in host memory, the last block's do not yet, nor those of two blocks in the backward.
+        saved_per_block = k.saved_all + self.block_copies if self.kept_fraction else self.saved_recomputed
+        self.on_device = saved_per_block if offloads else 0.0
         self.recomputed = max(0.0, k.saved_all - shared) + self.block_copies
         # FSDP holds the weights of two blocks (one prefetched) while it reduces the previous block's gradients.
         self.gathered_weights = 2 * s * k.block if self.is_zero3 else 0.0
@@ -225,7 +228,8 @@ class _PeakCandidates:
         for stage in self.stages:
             reduce_bytes = self.grad_reduce_bytes if stage.blocks > 1 else 0.0
             block_bytes = block + max(self.gathered_weights, reduce_bytes) if stage.blocks else 0.0
-            backward_bytes.append(max(block_bytes, self.loss_bytes() if stage.last else 0.0))
+            loss_bytes = self.loss_bytes() + self.on_device if stage.last else 0.0
+            backward_bytes.append(max(block_bytes + min(2, stage.blocks) * self.on_device, loss_bytes))
         for in_flight, pending in in_flight_peaks:
             in_flight = tuple(n - drop for n in in_flight)
             total = sum([n * size for n, size in zip(in_flight, saved)])
@@ -234,7 +238,7 @@ class _PeakCandidates:
                 yield total + self.weight_half_itemsize * k.largest_matrix
             yield total + max([size if n else 0.0 for n, size in zip(in_flight, backward_bytes)])
             if in_flight[-1] and self.stages[-1].last and self.layout.pipeline > 1:
-                yield total + self.after_loss_bytes(saved[-1])
+                yield total + self.after_loss_bytes(saved[-1]) + self.on_device
             if in_flight[0] and self.stages[0].first:
                 yield total - saved[0] + self.embed_grad_bytes()
 
@@ -244,6 +248,7 @@ class _PeakCandidates:
         without_recompute = int(stage.blocks * self.kept_fraction)
         total = without_recompute * (k.saved_all + self.block_copies)
         total += (stage.blocks - without_recompute) * self.saved_recomputed
+        total = 0.0 if self.offloads else total
         if stage.last and self.layout.pipeline == 1:
             # The fused loss already computed the gradients of its input and weights.
             total += k.hidden_bytes + k.gathered_hidden_bytes + w * k.lm_head

@@ -20,6 +20,7 @@ class FrameworkProfile:
     persistent_gradients: bool = False  # whether they are allocated once, not as the backward frees activations
     optimizer_bytes: float = 8.0
     offloaded_bytes: float = 0.0  # of optimizer state in host memory, which an update copies to the device and back
+    offloads_activations: bool = False  # whether blocks keep what they save in host memory, all but two
     logits: float = 12.0  # bytes per logit at the loss
     casts_once: bool = False  # whether a single process keeps the low-precision weights, and updates them once per step
     cast_bytes: float = 16.0  # moved per weight and micro-batch to downcast weights and accumulate gradients
@@ -144,10 +145,12 @@ def rank_memory(
     own_weights = sharded_weights(layout, dense_weights, experts)
     block_weights = inputs.block_weights + inputs.expert_weights
     in_flight = in_flight_micro_batches(layout, rank, micro_batches)
+    saving_blocks = min(2.0, in_flight * stage.blocks) if profile.offloads_activations else in_flight * stage.blocks
     all_weights = dense_weights + experts
     # Every forward makes a low-precision copy, kept until the backward unless that recomputes the block.
     keeps_one = profile.casts_once and layout.world == 1
-    copied = max(block_weights, in_flight * inputs.kept_fraction * all_weights) if not keeps_one else all_weights
+    kept = 0.0 if profile.offloads_activations else in_flight * inputs.kept_fraction
+    copied = max(block_weights, kept * all_weights) if not keeps_one else all_weights
     weights = profile.weight_bytes * all_weights + profile.compute_copy_bytes * copied
     gradients, buffers = profile.gradient_bytes * all_weights, 0.0
     if layout.shard > 1 and layout.zero >= 2:
@@ -162,7 +165,7 @@ def rank_memory(
         buffers += micro_batches * neighbours * inputs.recv_buffer_bytes
     # The loss's backward ends before any block is recomputed.
     extra = max(inputs.recomputed_per_block, inputs.logits) if stage.last else inputs.recomputed_per_block
-    activations = in_flight * stage.blocks * inputs.saved_per_block + extra + 4 * inputs.hidden_bytes
+    activations = saving_blocks * inputs.saved_per_block + extra + 4 * inputs.hidden_bytes
     optimizer, buffers = profile.optimizer_bytes * own_weights, buffers + profile.buffer_bytes
     if layout.pipeline == 1 and micro_batches == 1 and not profile.persistent_gradients:
         gradients = max(0.0, gradients - activations)  # gradients are allocated as activations are freed

@@ -39,6 +39,7 @@ from shardwise.errors import JobError, LayoutError, RunError
 from shardwise.job import BatchConfig, Job, load_job
 from shardwise.layout import AUTO_SCHEDULES, V_SHAPED, Layout, solve_batch
 from shardwise.models import loss
+from shardwise.parallel.activation_offload import ActivationOffload
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import prepare
@@ -290,7 +291,14 @@ def _recorded(tracker: MemoryCommTracker, fake_mode: AbstractContextManager[Any]
     fused_products = patch.object(
         loss, "addmm_", lambda total, a, b: addmm_(total, a, b) if a.dtype == total.dtype else None
     )
-    with fake_mode, tracker, rms_norm, fused_products, patch.object(loss, "cross_entropy_with_grad", _fused_loss):
+
+    def allocate(offload: ActivationOffload, size: int) -> Tensor:
+        tracker.mark([buffer := torch.empty(size, dtype=torch.uint8)], "host")
+        return buffer
+
+    offload = patch.object(ActivationOffload, "allocate", allocate)
+    fused_loss = patch.object(loss, "cross_entropy_with_grad", _fused_loss)
+    with fake_mode, tracker, rms_norm, fused_products, fused_loss, offload:
         yield
 
 

@@ -168,7 +168,8 @@ class MemoryCommTracker(TorchDispatchMode):
 
     def peak_event(self, begin: int, end: int) -> int:
         """Returns the point between two others at which memory peaks first."""
-        changes = (size if isinstance(record, StorageRecord) else 0 for record, size in self.events[begin:end])
+        on_device = lambda record: isinstance(record, StorageRecord) and record.role != "host"  # noqa: E731
+        changes = (size if on_device(record) else 0 for record, size in self.events[begin:end])
         totals = list(accumulate(changes, initial=0))
         return begin + totals.index(max(totals))
 
