@@ -12,7 +12,7 @@ import pytest
 from shardwise.cluster import CLUSTERS
 from shardwise.errors import JobError
 from shardwise.job import make_job
-from shardwise.planner.plan import ACCURACY_SENTENCE, Plan, make_plan
+from shardwise.planner.plan import Plan, make_plan
 from shardwise.planner.show import MEMORY_PARTS
 
 sys.path.append(str(Path(__file__).parent.parent / "tools"))
@@ -39,7 +39,7 @@ def test_the_page_is_whole(layout: str | None) -> None:
     for one in plan.layouts:
         assert str(one.layout) in words
     assert re.fullmatch(r"\S.*: [\d.e+]+ s per step, [\d.e+]+ of 7\d(\.\d)? GiB on \d+ x H100.*", str(plan))
-    for line in (*plan.near_misses, *filter(None, plan.reasons), ACCURACY_SENTENCE, *MEMORY_PARTS):
+    for line in (*plan.near_misses, *filter(None, plan.reasons), plan.accuracy, *MEMORY_PARTS):
         assert line in words
     # Nothing from elsewhere, nothing that runs.
     assert set(re.findall(r"\w+://[^'\"]+", text)) <= {"http://www.w3.org/2000/svg"}

@@ -264,13 +264,38 @@ def test_price_energy_and_what_would_make_it_faster(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [*command, "--price", "2.5"])
     assert result.exit_code == 0, result.output
     hours = plan_job(Path(command[1]), [], "h100", 16, "shard=16 zero=3").training_seconds / 3600 * 16
-    assert f"Cost at 2.5 for an hour of a device: {2.5 * hours:,.2f}." in result.output
+    assert f"Cost at 2.5 for an hour of a device: {2.5 * hours:,.2f}, if it did fit." in result.output
     assert "Energy at the devices' rated 700 W" in result.output and "Bottleneck: matmul FLOP/s." in result.output
     for cluster in ("h100", "a100-80g", "b200"):  # also where the power limits the clock
         peak = CLUSTERS[cluster].device.peak_flops("bf16") / 1e12
         given = Path(command[1]), [f"cluster.flops={2 * peak:g}"], cluster, 16, "shard=16 zero=3"
         faster, usual = plan_job(*given).best, plan_job(given[0], [], *given[2:]).best
         assert 0.5 < faster.seconds / usual.seconds < 0.9
+
+
+def test_a_batch_that_fits_is_named_where_nothing_does() -> None:
+    given = ["model.name=llama3-8b", "precision=bf16"]
+    plan = plan_job(None, [*given, "batch.samples=1024"], "h100", 7, None)
+    assert not plan.fits(plan.best)
+    assert any(line.startswith("batch.samples=1022: fits, in shard=7") for line in plan.near_misses)
+    assert plan_job(None, [*given, "batch.samples=1022"], "h100", 7, None).best.peak_memory < 80 * 2**30
+
+
+def test_frozen_weights_need_no_gradients() -> None:
+    given = ["model.name=llama3-8b", "precision=bf16", "batch.samples=8"]
+    full, lora = (plan_job(None, [*given, *more], "h200", 8, None) for more in ([], ["model.lora.rank=16"]))
+    ratio = lora.flops(lora.best) * lora.best.seconds / (full.flops(full.best) * full.best.seconds)
+    assert 2 / 3 < ratio < 0.69 and lora.mfu(lora.best) < 0.7
+
+
+def test_what_is_told_of_the_accuracy_is_about_such_plans() -> None:
+    assert plan_job(None, [], "cpu", 2, None).accuracy.startswith("On CPU processes")
+    assert plan_job(None, ["model.name=gpt2"], "h100", 2, None).accuracy.startswith("Our engine was measured on one")
+    assert plan_job(None, ["model.name=gpt2"], "tpu-v5p", 4, None).accuracy.startswith("Of 1,")
+    t5 = plan_job(None, ["model.name=t5", "precision=bf16", "batch.samples=64"], "h200", 1, "replicate=1")
+    assert t5.accuracy.startswith("Of models planned from their operators")
+    # On an H200 it took 14.2 GiB (docs/explanation/train-on-a-gpu.md): compiled blocks save what matmuls return.
+    assert (t5.best.peak_memory - t5.best.memory[0].reserve) / 2**30 == pytest.approx(14.2, rel=0.05)
 
 
 def test_power_limits_the_clock() -> None:

@@ -21,7 +21,7 @@ from shardwise.console import format_seconds
 from shardwise.files import require_parent_folder, write_text
 from shardwise.layout import micro_batch_error
 from shardwise.planner.estimate import Prediction
-from shardwise.planner.plan import ACCURACY_SENTENCE, Plan, make_estimator, plan_job, time_breakdown
+from shardwise.planner.plan import Plan, make_estimator, plan_job, time_breakdown
 from shardwise.planner.show import MEMORY_PARTS, format_exposed, title, training_summary
 from shardwise.schedules.simulate import TimelineEvent, named_program, simulate
 from shardwise.watch.report_page import ASSETS
@@ -232,7 +232,7 @@ def _assumptions(plan: Plan) -> Iterator[str]:
     links = f"{cluster.inner.bandwidth / 1e9:.3g} GB/s within groups of {cluster.domain_size}"
     kind = "measured by calibrate" if cluster.measured else "fitted to published runs"
     rate = device.peak_flops(plan.shape.precision(plan.job.precision)) / 1e12
-    yield ACCURACY_SENTENCE
+    yield plan.accuracy
     yield (
         f"{device.name}: {rate:.4g} TFLOP/s in {plan.job.precision}, {device.memory / GIB:.0f} GiB at "
         f"{device.bandwidth / 1e9:.4g} GB/s; links: {links}, {cluster.outer.bandwidth / 1e9:.3g} GB/s between them; "

@@ -72,6 +72,9 @@ class OperatorListEstimator(Estimator):
         inputs = typical(module.output_bytes for module in blocks)
         product_sizes = [[itemsize * p.groups * p.rows * p.columns for p in block.products] for block in blocks]
         matmul_outputs = typical(map(sum, product_sizes))
+        attention = itemsize * typical(sum(a.heads * a.queries * a.v_head_dim for a in b.attention) for b in blocks)
+        if attention and self.kernel_profile.compiled:  # blocks of a transformer recompute what is between them
+            saved_all = min(saved_all, matmul_outputs + attention + inputs)
         kept_fraction, is_selective = layout.kept_fraction, layout.recompute == "selective"
         saved = min(saved_all, matmul_outputs + inputs) if is_selective else kept_fraction * saved_all
         hidden_bytes = max(module.output_bytes for module in (*first, *blocks))

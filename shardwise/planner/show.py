@@ -12,7 +12,7 @@ from shardwise.console import format_count, format_number, format_seconds, forma
 from shardwise.planner.costs.memory_model import RankMemory
 from shardwise.planner.costs.model_shape import OperatorListModel
 from shardwise.planner.estimate import Prediction
-from shardwise.planner.plan import ACCURACY_SENTENCE, Plan, count_parameters, make_estimator
+from shardwise.planner.plan import Plan, count_parameters, make_estimator
 
 MEMORY_PARTS = RankMemory._fields
 MEMORY_NOTE = (
@@ -41,7 +41,7 @@ def show_plan(plan: Plan, console: Console, price: float | None = None) -> None:
     ending += [FLOAT32_NOTE] * (is_gpu and "precision" not in plan.job.model_fields_set)
     choices = "Other choices (a key alone: layout 1 with only that and the data-parallel degree changed):"
     ending += [choices] * bool(plan.near_misses)
-    ending += [*(f"  {line}" for line in plan.near_misses), ACCURACY_SENTENCE]
+    ending += [*(f"  {line}" for line in plan.near_misses), plan.accuracy]
     if plan.evaluated > 1:
         ending.append(f"{plan.evaluated} layouts evaluated in {plan.seconds:.2f} s.")
     for line in ending:
@@ -126,7 +126,8 @@ def cost_lines(plan: Plan, price: float | None) -> Iterator[str]:
     """Yields what the run costs and what would make it faster. `price`: of a device for an hour."""
     hours, power = plan.training_seconds / 3600 * plan.devices, plan.cluster.device.power
     if price is not None:
-        yield f"Cost at {price:g} for an hour of a device: {hours * price:,.2f}."
+        suffix = "" if plan.fits(plan.best) else ", if it did fit"
+        yield f"Cost at {price:g} for an hour of a device: {hours * price:,.2f}{suffix}."
     if power:
         yield f"Energy at the devices' rated {power:.0f} W, without hosts and cooling: {hours * power / 1000:,.0f} kWh."
     else:
