@@ -29,7 +29,8 @@ from shardwise.data.make_sources import make_sources
 from shardwise.data.sample_stream import SampleStream, rank_positions
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
-from shardwise.optim import learning_rate, make_optimizer, set_learning_rate
+from shardwise.optim.lr_schedule import learning_rate, set_learning_rate
+from shardwise.optim.optimizer_factory import make_optimizer
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import prepare
 from shardwise.step import step

@@ -30,7 +30,7 @@ from shardwise.integrity.detectors import CorruptionDetector
 from shardwise.job import Job, make_job
 from shardwise.launch.start import launch
 from shardwise.layout import Layout
-from shardwise.optim import make_optimizer
+from shardwise.optim.optimizer_factory import make_optimizer
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import forward_flops, prepare
 from shardwise.step import make_step_fn

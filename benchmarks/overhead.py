@@ -25,7 +25,7 @@ from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.models.chain import init_weights
 from shardwise.models.gpt import build_gpt
-from shardwise.optim import make_optimizer
+from shardwise.optim.optimizer_factory import make_optimizer
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import prepare
 from shardwise.step import step

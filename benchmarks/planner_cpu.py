@@ -24,7 +24,7 @@ from shardwise.comm.world import run_world
 from shardwise.data.sample_stream import SampleStream, SyntheticTokens, rank_positions
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
-from shardwise.optim import make_optimizer
+from shardwise.optim.optimizer_factory import make_optimizer
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import prepare
 from shardwise.planner.calibrate import calibrate, refine

@@ -391,10 +391,10 @@ def laws_design(
     overrides: Overrides = None, counts: ParameterScope = "all",
 ) -> Answer:  # fmt: skip
     """Writes a grid of small jobs for fitting a scaling law: several compute budgets, several model sizes each."""
-    from shardwise.laws.budget import design_grid, design_lines, parse_budget, write_grid
+    from shardwise.laws.budget import design_grid, design_text, parse_budget, write_grid
 
     rows = write_grid(design_grid(*parse_budget(budget), budgets, sizes, spread, overrides or [], counts, out))
-    return Answer(rows, "\n".join(design_lines(rows, out)))
+    return Answer(rows, design_text(rows, out))
 
 
 @laws.command("fit")
@@ -407,7 +407,6 @@ def laws_fit(
     out: Annotated[Path | None, Option("--out", "-o", help="Write the fit to this file (JSON).")] = None,
 ) -> Answer:
     """Fits L(N, D) = E + A / N^alpha + B / D^beta to runs, with confidence intervals, residuals and outliers."""
-    from shardwise.files import write_text
     from shardwise.laws.fit import fit_as_dict, fit_scaling_law, fit_text, read_runs
 
     values = fit_as_dict(fit_scaling_law(read_runs(runs, counts), drop, draws, seed))

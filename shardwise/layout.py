@@ -1,8 +1,9 @@
 """How a job is parallelized: the degree of each axis, the pipeline schedule, the ZeRO stage, recomputation.
 
 A `Layout` is a frozen value, validated on construction. Command lines, logs and checkpoints show its text form,
-`pipeline=2 shard=2 tensor=2`; `Layout.parse` reads it back. Before any process starts, `solve_batch` splits the global
-batch and `shardwise.parallel.prepare` checks that the model can run in the layout.
+`pipeline=2 shard=2 tensor=2`; `Layout.parse` reads it back. What each field means is in `layout_keys.toml`. Before any
+process starts, `solve_batch` splits the global batch and `shardwise.parallel.prepare` checks that the model can run in
+the layout.
 
 Mesh order, outermost first: pipeline, replicate, shard, context, tensor."""
 
@@ -36,30 +37,19 @@ MAX_ACTIONS = 10**6  # of a pipeline schedule: it is written out in full before 
 class Layout:
     """How one job is parallelized. The defaults describe a single process."""
 
-    pipeline: int = 1  # Ranks that each hold some of the layers (pipeline parallelism)
-    replicate: int = 1  # Replicas of the model, each training on different samples
+    pipeline: int = 1
+    replicate: int = 1
     shard: int = 1
-    """Ranks that shard optimizer states, gradients or weights (see `zero`), each training on different samples."""
-    context: int = 1  # Ranks that each hold a part of every sequence (context parallelism)
+    context: int = 1
     context_method: str = "ring"
-    """How context ranks attend: `ring` passes keys and values around; `ulysses` gives each rank some heads of the full
-    sequence."""
     tensor: int = 1
-    """Ranks that each hold a part of every matrix (tensor parallelism, with sequence parallelism between matrices)."""
     expert: int = 1
-    """Expert-parallel degree: each rank holds 1/`expert` of the experts. It reuses the ranks of shard x context (and of
-    tensor, if those are not a multiple of it) and adds no processes."""
     schedule: str = "1f1b"
-    """Pipeline schedule: `gpipe`, `1f1b`, `interleaved`, `zero-bubble`, `zbv`, `dualpipev`, `auto` (synthesized) or
-    `auto-v` (synthesized, V-shaped)."""
     virtual: int = 0
-    """Pipeline stages per rank; 0 uses the schedule's default (2 for interleaved and V-shaped ones, otherwise 1)."""
     micro_batch: int = 0
-    """Samples per micro-batch; 0 chooses it from the global batch (see [micro-batches](#micro-batches))."""
-    zero: int = 1  # ZeRO stage of `shard`: 1 shards optimizer states, 2 also gradients, 3 also weights (FSDP)
+    zero: int = 1
     recompute: str = "none"
-    """Activation checkpointing: none, selective, full, or the fraction of blocks that keep their activations."""
-    stages: tuple[int, ...] = ()  # Layers per pipeline stage (`stages=3,5`); empty balances the stages by cost
+    stages: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for axis in DEGREES:

@@ -26,7 +26,7 @@ from shardwise.data.sample_stream import rank_positions
 from shardwise.errors import CheckpointError, RunError
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
-from shardwise.optim import make_optimizer
+from shardwise.optim.optimizer_factory import make_optimizer
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import prepare

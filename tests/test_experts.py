@@ -20,7 +20,7 @@ from shardwise.models.chain import init_weights
 from shardwise.models.gpt import build_gpt
 from shardwise.models.gpt_family import MoEConfig
 from shardwise.models.moe import MoE, load_balancing_loss
-from shardwise.optim import make_optimizer
+from shardwise.optim.optimizer_factory import make_optimizer
 from shardwise.parallel import data_parallel, expert
 from shardwise.parallel import parallelize as road
 from shardwise.parallel.parallelize import parallelize

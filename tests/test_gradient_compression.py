@@ -51,7 +51,7 @@ def test_bytes_there_and_back(way, size):
 
 def sent_by(way: str, text: str) -> int:
     from shardwise.data.sample_stream import rank_positions
-    from shardwise.optim import make_optimizer
+    from shardwise.optim.optimizer_factory import make_optimizer
     from shardwise.parallel.parallelize import parallelize
     from shardwise.step import step
     from shardwise.verify.parity import make_stream

@@ -19,9 +19,11 @@ from shardwise.errors import JobError
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.models.quantize import decode_blocks, encode_blocks
-from shardwise.optim import make_optimizer, muon, set_learning_rate
+from shardwise.optim import muon
 from shardwise.optim import sharded_optimizer as sharded
 from shardwise.optim.adamw import dynamic_map
+from shardwise.optim.lr_schedule import set_learning_rate
+from shardwise.optim.optimizer_factory import make_optimizer
 from shardwise.optim.sharded_optimizer import sum_over_shards
 from shardwise.parallel.parallelize import Engine, parallelize
 from shardwise.parallel.prepare import prepare

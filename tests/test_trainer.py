@@ -18,7 +18,7 @@ from shardwise.adapters.task import Task
 from shardwise.errors import JobError, LayoutError, UserError
 from shardwise.job import make_job
 from shardwise.layout import Layout
-from shardwise.optim import make_user_optimizer
+from shardwise.optim.optimizer_factory import make_user_optimizer
 from shardwise.parallel.prepare import prepare
 from shardwise.verify.command import inspect_job, prove, small_layout
 from shardwise.verify.parity import verify

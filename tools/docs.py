@@ -10,12 +10,10 @@ Run: python tools/docs.py [--check]
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import inspect
 import re
 import sys
-import textwrap
 import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -54,6 +52,7 @@ MEANING = {
 }
 
 JOB_KEYS = parse_toml((ROOT / "shardwise" / "job_keys.toml").read_text(encoding="utf-8"))
+LAYOUT_KEYS = parse_toml((ROOT / "shardwise" / "layout_keys.toml").read_text(encoding="utf-8"))
 MODEL_KEYS = parse_toml((ROOT / "shardwise" / "models" / "model_keys.toml").read_text(encoding="utf-8"))
 
 
@@ -73,20 +72,6 @@ def sentence(text: str) -> str:
     """Joins lines and adds a full stop if there is none."""
     flat = " ".join(text.split())
     return flat if flat.endswith((".", "?", "!")) else f"{flat}."
-
-
-def docstrings(kind: type) -> dict[str, str]:
-    """Returns the comment beside or the docstring below each field of a class, read from its source."""
-    source = textwrap.dedent(inspect.getsource(kind))
-    body = ast.parse(source).body[0]
-    assert isinstance(body, ast.ClassDef)
-    comments = re.findall(r"^    (\w+): [^#\n]*  # (?!type:|noqa)(.+)$", source, re.MULTILINE)
-    texts = dict(comments)
-    for statement, following in zip(body.body, body.body[1:]):
-        match statement, following:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                texts[name] = text
-    return texts
 
 
 # The job
@@ -218,11 +203,10 @@ def presets() -> str:
 
 
 def layout_fields() -> str:
-    texts = docstrings(Layout)
     rows = []
     for field in dataclasses.fields(Layout):
         default = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
-        rows.append([code(field.name), code(default) if default != "" else "empty", sentence(texts[field.name])])
+        rows.append([code(field.name), code(default) if default != "" else "empty", sentence(LAYOUT_KEYS[field.name])])
     return table(("field", "default", "meaning"), rows)
 
 

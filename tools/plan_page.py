@@ -24,7 +24,7 @@ from shardwise.planner.estimate import Prediction
 from shardwise.planner.plan import Plan, make_estimator, plan_job, time_breakdown
 from shardwise.planner.show import MEMORY_PARTS, format_exposed, title, training_summary
 from shardwise.schedules.simulate import TimelineEvent, named_program, simulate
-from shardwise.watch.report_page import ASSETS
+from shardwise.watch.page_data import ASSETS
 
 TEMPLATE = Template(Path(__file__).with_suffix(".html").read_text(encoding="utf-8"))
 STYLE = (ASSETS / "page.css").read_text(encoding="utf-8")  # one look with the pages of runs

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.collectives import broadcast_json
-from shardwise.console import format_count, pluralize, print_line
+from shardwise.console import fill_in, pluralize, print_line
 from shardwise.data.input_files import BadRecords, DataRecord
 from shardwise.data.make_sources import Sources, make_sources
 from shardwise.data.sample_stream import Source
@@ -54,6 +54,7 @@ from shardwise.workers.supervisor import Supervisor, failure_text
 from shardwise.workers.worker_pool import WorkerPool
 
 WORKER_ENTRY_POINT = "shardwise.launch.worker:main"
+TEMPLATES = Path(__file__).parent / "templates"
 STATE_COPIES = 2  # of the parameters that every optimizer keeps in float32: weights and gradients
 MAX_EPOCHS, MAX_LEARNING_RATE = 100, 10.0  # beyond these, a warning
 OWN_MODELS = ("model.weights=", "model.name=hf:", "model.name=python:")
@@ -251,23 +252,14 @@ def _plan_layout(job: Job, nodes: int, world_size: int | None) -> tuple[Layout, 
 
 
 def _print_summary(prepared: Prepared, say: Say, start: str = "") -> None:
-    job, layout, batch = prepared.job, prepared.layout, prepared.batch
-    has_tokens = job.model.throughput_unit == "tokens"
-    size = f"{job.samples} x {job.model.length} tokens" if has_tokens else f"{job.samples} samples"
-    size += job.rounding
-    count = format_count(prepared.parameters)
-    task = job.family.task(job.model)
+    job, task = prepared.job, prepared.job.family.task(prepared.job.model)
     source = job.data.source if task is None or task.reads_tokens else type(task.data).__name__
-    say(f"job:    {job.model.name}, {count} parameters, {job.precision}, on {source}")
-    if start:
-        say(f"        {start}")
     own, own_rate = (None, None) if task is None else (task.optimizer, task.learning_rate)
     optimizer = getattr(getattr(own, "func", own), "__name__", "your optimizer") if own else job.optimizer.name
-    rate = "the rate of your function" if own_rate else f"{job.optimizer.lr:g}"
-    say(f"        {pluralize(job.total_steps, 'step')} of {size}, {optimizer} at {rate}")
-    micro_batches = f"{pluralize(batch.micro_batches, 'micro-batch')} of {batch.micro_batch}"
-    compiled = ", compiled" if job.should_compile(local_machine.pick_device(job), layout) else ""
-    say(f"layout: {layout} ({pluralize(layout.world, 'process')}, {micro_batches}{compiled})")
+    compiled = job.should_compile(local_machine.pick_device(job), prepared.layout)
+    values = {"start": start, "source": source, "optimizer": optimizer, "own_rate": own_rate, "compiled": compiled}
+    for line in fill_in(TEMPLATES / "summary.txt", {"prepared": prepared, "job": job, **values}).splitlines():
+        say(line)
 
 
 def _open_folder(job: Job, resumed: RunFolder | None, layout: Layout, environment: ClusterEnvironment) -> RunFolder:
@@ -359,34 +351,17 @@ def _run_in_existing_world(folder: RunFolder, layout: Layout, resume: bool) -> N
 
 def find_warnings(prepared: Prepared, training: Source, held_out: Source) -> list[str]:
     """Returns one sentence per setting that is possible but hardly meant."""
-    job, optimizer, steps = prepared.job, prepared.job.optimizer, prepared.job.total_steps
-    task, epochs = job.family.task(job.model), steps * job.samples / max(1, len(training))
-    slowdown = local_machine.low_precision_slowdown(job)
-    found = {
-        f"precision = {job.precision!r}: this CPU's matmuls are {slowdown:.0f} times slower in it; use 'float32'.":
-            slowdown > local_machine.MAX_SLOWDOWN,
-        f"data.path = {job.data.path!r} is not read, because data.source is {job.data.source!r}.":
-            job.data.path and job.data.source in ("stdlib", "synthetic", "mix"),
-        f"a batch has {job.samples} samples, but the data has only {len(training)}, so a batch repeats some.":
-            job.samples > len(training),
-        f"{pluralize(steps, 'step')} read each of the {len(training)} samples about {epochs:.0f} times.":
-            epochs > MAX_EPOCHS,
-        f"validation.every = {job.validation.every} has no effect, because no samples are held out.":
-            job.validation.every and not len(held_out) and not job.validation.sets,
-        f"data.path = {job.data.path!r} is read as plain text; for the text in its records set data.source = 'jsonl'.":
-            job.data.source == "text" and ".jsonl" in Path(job.data.path).suffixes,
+    job, task = prepared.job, prepared.job.family.task(prepared.job.model)
+    overrides = job.optimizer.weight_decay_overrides
+    unmatched = [one for one in overrides if not any(fnmatchcase(name, one) for name in prepared.shapes)]
+    values = {
+        "job": job, "training": len(training), "held_out": len(held_out), "suffixes": Path(job.data.path).suffixes,
+        "epochs": job.total_steps * job.samples / max(1, len(training)), "max_epochs": MAX_EPOCHS,
+        "slowdown": local_machine.low_precision_slowdown(job), "max_slowdown": local_machine.MAX_SLOWDOWN,
+        "has_own_rate": task is not None and task.learning_rate is not None, "max_learning_rate": MAX_LEARNING_RATE,
+        "unmatched": unmatched,
     }  # fmt: skip
-    if task is None or task.learning_rate is None:
-        found |= {
-            "optimizer.lr = 0 trains nothing.": not optimizer.lr,
-            f"optimizer.lr = {optimizer.lr:g} is far larger than any usual one.": optimizer.lr > MAX_LEARNING_RATE,
-            f"optimizer.warmup = {optimizer.warmup:g} is not shorter than the run, so the learning rate never reaches "
-            "optimizer.lr.": optimizer.warmup >= max(2, steps),
-        }  # fmt: skip
-    for pattern in optimizer.weight_decay_overrides:
-        matches = any(fnmatchcase(name, pattern) for name in prepared.shapes)
-        found[f"optimizer.weight_decay_overrides: {pattern!r} is the name of no parameter."] = not matches
-    return [sentence for sentence, is_true in found.items() if is_true]
+    return fill_in(TEMPLATES / "warnings.txt", values).splitlines()
 
 
 def summarize(folder: RunFolder, job: Job, say: Callable[[str], None]) -> None:

@@ -1,7 +1,7 @@
 """`shardwise submit`: writes what a scheduler needs to run a job on several nodes, from a template, and hands it over.
 
 Every template starts one agent per node, `shardwise train JOB --continue --node ...`, so that whatever starts the same
-file again continues the run. A placeholder `@name@` whose value is None removes its line."""
+file again continues the run."""
 
 import json
 import os
@@ -13,12 +13,11 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-from shardwise.console import pluralize
+from shardwise.console import fill_in, pluralize
 from shardwise.errors import JobError
 from shardwise.files import write_text
 from shardwise.job import load_job
@@ -27,6 +26,7 @@ from shardwise.layout import Layout
 from shardwise.object_store import parse_url
 from shardwise.parallel.prepare import prepare
 
+TEMPLATES = Path(__file__).parent / "templates"
 # Of each kind: its template, the suffix of the file that is written, and the command that takes it.
 KINDS = {"slurm": ("slurm.sbatch", ".sbatch", ["sbatch", "--parsable"]),
          "k8s": ("kubernetes.yaml", ".yaml", ["kubectl", "apply", "-f"]),
@@ -69,7 +69,7 @@ class Submission:
                 remedy = f"use --nodes {world // gpus}" if gpus and not world % gpus else "change the layout"
                 kind = pluralize(nodes, "node") + (f" of {pluralize(gpus, 'GPU')}" if gpus else "")
                 raise JobError(f"layout '{layout}' has {world} processes, which do not fill {kind}; {remedy}.")
-        text = fill(KINDS[self.kind][0], self._values() | {"command": command})
+        text = fill_in(TEMPLATES / KINDS[self.kind][0], self._values() | {"command": command}) + "\n"
         write_text(self.path, text)
         self.path.chmod(0o600)
         return re.sub("secret: [0-9a-f]{64}", "secret: (not shown)", text)
@@ -84,15 +84,13 @@ class Submission:
             train += ["--set", setting]
         train += ["--continue"]
         values: Values = options | {"name": self.name, "train": shlex.join(train), "folder": shlex.quote(os.getcwd()),
-                                    "log": f"{self.name}-%j.log", "values": None, "last_index": None,
-                                    "array_settings": ""}  # fmt: skip
+                                    "log": f"{self.name}-%j.log", "values": None, "array_settings": ""}  # fmt: skip
         if in_pods:
-            values |= {"job": self.job_file.read_text().rstrip(), "train": json.dumps(train)}
+            values |= {"job": indent(self.job_file.read_text().rstrip(), "    ").strip(), "train": json.dumps(train)}
             values |= {"secret": secrets.token_hex(32), "image": json.dumps(options["image"])}
-            has_volume = bool(options["volume"] or not url)  # a run in an object store needs none
-            values |= {"volume": options["volume"] or self.name} if has_volume else {"volume": None}
-            values["workspace"] = "/workspace" if has_volume else None
-            values["claim"] = fill("claim.yaml", values).rstrip() if has_volume and not options["volume"] else None
+            needs_claim = not options["volume"] and not url  # a run in an object store needs no volume
+            values["volume"] = self.name if needs_claim else options["volume"]
+            values["claim"] = fill_in(TEMPLATES / "claim.yaml", values) if needs_claim else None
         elif self.kind == "ray":
             values |= {"train": repr(train), "folder": repr(os.getcwd()), "gpus": options["gpus"] or 0}
         elif self.kind == "ssh":
@@ -107,7 +105,7 @@ class Submission:
     def _array_values(self) -> Values:
         """Returns the values of a job array, whose members differ in one key: KEY=VALUE,VALUE,..."""
         key, words = parse_values(self.options["sweep"], "--sweep")
-        settings = f'--set {key}="${{values[$SLURM_ARRAY_TASK_ID]}}"'
+        settings = f' --set {key}="${{values[$SLURM_ARRAY_TASK_ID]}}"'
         settings += f' --set run.folder={shlex.quote(self.folder)}-"$SLURM_ARRAY_TASK_ID"'
         numbers = {"last_index": len(words) - 1, "log": f"{self.name}-%A-%a.log"}
         return {"values": shlex.join(words), "array_settings": settings, **numbers}
@@ -133,17 +131,3 @@ class Submission:
             answer = f"Slurm job {number}"
         say(f"log:        {log or f'kubectl logs -f -l job-name={self.name}'}")
         say(f"submitted:  {answer}; to end it: {end}")
-
-
-def fill(template: str, values: Values) -> str:
-    """Returns a template with its placeholders replaced; a value of several lines keeps the indentation."""
-    lines = list[str]()
-    for line in (files("shardwise.launch") / "templates" / template).read_text("utf-8").splitlines():
-        names = re.findall("@([a-z_]+)@", line)
-        if any(values[name] is None for name in names):
-            continue
-        margin = line[: len(line) - len(line.lstrip())]
-        for name in names:
-            line = line.replace(f"@{name}@", indent(str(values[name]), margin).strip())
-        lines.append(line.rstrip())
-    return "\n".join(lines) + "\n"

@@ -34,7 +34,7 @@ from shardwise.planner.search import search
 from shardwise.train.local_machine import check_memory, choose_plan, pick_device
 from shardwise.train.loop import TrainingLoop
 from shardwise.train.run_folder import RunFolder
-from shardwise.watch.report_page import ASSETS
+from shardwise.watch.page_data import ASSETS
 from shardwise.workers.fork_server import ForkServer
 
 WARMUP_STEPS, FIRST_STEPS, MAX_STEPS = 4, 8, 32  # that do not count; that do, in the first round and in the last

@@ -19,12 +19,14 @@ from torch.utils.benchmark import Timer
 
 from shardwise.cluster import GIB
 from shardwise.comm.collectives import all_gather_json, ping_pong
+from shardwise.console import fill_in
 from shardwise.job import Job
 from shardwise.launch.cluster_environment import ClusterEnvironment
 from shardwise.launch.worker import init_distributed
 from shardwise.train.local_machine import first_gpu, host_memory
 from shardwise.workers.nodes import MAX_CLOCK_SKEW, describe_software
 
+TEMPLATES = Path(__file__).parent / "templates"
 SHARED_FILE_SYSTEMS = ("nfs", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "fuse.", "9p")
 LINK_BYTES, DISK_BYTES, MIB = 8 << 20, 64 << 20, 1 << 20
 LINK_SECONDS, MATMUL_SECONDS = 15.0, 2.0  # time for all links; for the products of each device
@@ -113,29 +115,15 @@ def _link_rates(device: torch.device, rank: int, world_size: int) -> dict[str, f
 
 def find_problems(found: list[Measured]) -> list[str]:
     """Returns a sentence for everything that is slow or wrong."""
-    problems, skews = list[str](), [one["clock"] - found[0]["clock"] for one in found]
-    for key, unit in RATES.items():
-        median = statistics.median(one[key] for one in found)
-        for rank, one in enumerate(found):
-            if one[key] < SLOW * median:
-                problems.append(f"rank {rank} on {one['host']} has {one[key]:.3g} {unit}, median: {median:.3g}.")
-    median = statistics.median([rate for one in found for rate in one["links"].values()] or [0.0])
-    for rank, (one, skew) in enumerate(zip(found, skews)):
-        for peer, rate in one["links"].items():
-            if rate < SLOW * median:
-                pair = f"rank {rank} on {one['host']} and rank {peer} on {found[int(peer)]['host']}"
-                problems.append(f"the link between {pair} has {rate:.3g} GB/s, the median is {median:.3g}.")
-        if abs(skew) > MAX_CLOCK_SKEW:
-            problems.append(f"the clock of rank {rank} on {one['host']} is {skew:+.1f} s off that of rank 0.")
-    return problems
+    medians = {key: statistics.median(one[key] for one in found) for key in RATES}
+    medians["links"] = statistics.median([rate for one in found for rate in one["links"].values()] or [0.0])
+    values = {"found": found, "rates": RATES, "medians": medians, "slow": SLOW, "max_skew": MAX_CLOCK_SKEW}
+    return fill_in(TEMPLATES / "problems.txt", values).splitlines()
 
 
 def preflight_text(found: list[Measured]) -> str:
     """Returns a line per rank, and the problems."""
-    lines = [f"{'rank':>4} {'host':<16} {'TFLOP/s':>9} {'GiB free':>9} {'disk MB/s':>9} {'slowest link GB/s':>18}"]
-    for rank, one in enumerate(found):
-        links = [*one["links"].values(), *(other["links"][str(rank)] for other in found if str(rank) in other["links"])]
-        slowest = f"{min(links):.3g}" if links else "none"
-        rates = f"{one['matmul']:>9.3g} {one['memory']:>9.3g} {one['disk']:>9.3g} {slowest:>18}"
-        lines.append(f"{rank:>4} {one['host']:<16} {rates}")
-    return "\n".join([*lines, *(find_problems(found) or ["nothing is slow."])])
+    ranks = [(str(rank), list(one["links"].values())) for rank, one in enumerate(found)]
+    links = [own + [other["links"][rank] for other in found if rank in other["links"]] for rank, own in ranks]
+    values = {"found": found, "links": links, "problems": find_problems(found)}
+    return fill_in(TEMPLATES / "preflight.txt", values)

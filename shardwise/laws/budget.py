@@ -93,9 +93,9 @@ def write_grid(jobs: Sequence[GridJob]) -> list[dict[str, Any]]:
     return rows
 
 
-def design_lines(rows: Sequence[dict[str, Any]], folder: Path) -> list[str]:
+def design_text(rows: Sequence[dict[str, Any]], folder: Path) -> str:
     """Returns the text of `shardwise laws design`."""
-    return fill_in(Path(__file__).with_name("design.txt"), {"rows": rows, "folder": folder}).splitlines()
+    return fill_in(Path(__file__).with_name("design.txt"), {"rows": rows, "folder": folder})
 
 
 def make_template(settings: Sequence[str], flops: float) -> Job:

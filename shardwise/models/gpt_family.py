@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field
 
 from shardwise.models.config import ConfigSection, ModelConfig
-from shardwise.models.family import Family
+from shardwise.models.family import Family, reasons
 from shardwise.models.pretrained_config import find_format, make_config
 
 
@@ -182,12 +182,7 @@ class MoEFamily(GPTFamily):
         return {**super().decoder_shape(config), **{key: getattr(config, key) for key in keys}, **overrides}
 
     def refusals(self, config: MoEConfig) -> dict[str, str]:  # type: ignore[override]
-        refused = {}
-        if config.kv_lora_rank:
-            refused["context"] = "latent attention cannot be split along the sequence; leave context at 1."
-        elif config.capacity_factor:
-            refused["context"] = "model.capacity_factor counts the tokens of full samples; leave context at 1."
-        if config.router_bias_update_rate:
-            why = "model.router_bias_update_rate needs the expert load of all replicas at every step"
-            refused["local_sgd"] = f"{why}; use local_sgd.every = 1."
+        refused = reasons("router bias") if config.router_bias_update_rate else {}
+        if config.kv_lora_rank or config.capacity_factor:
+            refused |= reasons("latent attention" if config.kv_lora_rank else "expert capacity")
         return refused

@@ -4,6 +4,7 @@ function: a cast, some of the rows, a sum."""
 import math
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -94,14 +95,18 @@ def parametrize(module: nn.Module, name: str, parametrization: Parametrization) 
     hooks that must also run after an error, and `torch.nn.utils.parametrize` moves and renames the parameter."""
     parametrizations: dict[str, list[Parametrization]] = module.__dict__.setdefault("_parametrizations", {})
     if name not in parametrizations:
-        module.__class__ = _parametrized_class(type(module), name)  # type: ignore[assignment,arg-type]
+        module.__class__ = subclass(type(module), **{name: _parameter_reader(name)})  # type: ignore[assignment,arg-type]
     parametrizations.setdefault(name, []).append(parametrization)
 
 
 @cache
-def _parametrized_class(base: type, name: str) -> type:
+def subclass(base: type, **attributes: Any) -> type:
     """Returns one class for all modules of a type, so that code compiled for one block serves the next."""
+    return type(base.__name__, (base,), attributes)
 
+
+@cache
+def _parameter_reader(name: str) -> property:
     def get_parameter(module: nn.Module) -> Tensor | None:
         value: Tensor | None = module._parameters.get(name)
         if isinstance(value, DTensor):
@@ -110,4 +115,4 @@ def _parametrized_class(base: type, name: str) -> type:
             value = None if value is None else parametrization(value)
         return value
 
-    return type(base.__name__, (base,), {name: property(get_parameter)})
+    return property(get_parameter)

@@ -9,12 +9,13 @@ layer's weight whole, or its shard of the tensor axis, also keep it as codes, an
 FSDP shards the rounded values."""
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from shardwise.models.layers import subclass
 
 BLOCK = 64
 NF4_LEVELS = (
@@ -109,7 +110,7 @@ def drop_weight(module: Any, kind: str, offset: int) -> None:
     for name, buffer in zip(FROZEN_BUFFERS, (codes, scales, levels)):
         module.register_buffer(name, buffer, persistent=False)
     module.__dict__["frozen_form"] = kind, columns, offset
-    module.__class__ = _frozen_class(type(module))  # type: ignore[arg-type]
+    module.__class__ = subclass(type(module), forward=_forward)  # type: ignore[arg-type]
 
 
 @torch.no_grad()
@@ -126,14 +127,8 @@ def store_weight(module: Any, weight: Tensor) -> None:
     module.weight_levels.copy_(_levels(kind, weight.device))
 
 
-@cache
-def _frozen_class(base: type) -> type:
-    """Returns one class for all layers of a type, so that code compiled for one block serves the next."""
-
-    def forward(module: Any, x: Tensor) -> Tensor:
-        x = x if getattr(module, "scale", 1.0) == 1.0 else x * module.scale
-        place = module.frozen_form[1:]
-        y = FrozenMatmul.apply(x, module.weight_codes, module.weight_scales, module.weight_levels, *place)
-        return y if module.bias is None else y + module.bias  # type: ignore[no-any-return]
-
-    return type(base.__name__, (base,), {"forward": forward})
+def _forward(module: Any, x: Tensor) -> Tensor:
+    x = x if getattr(module, "scale", 1.0) == 1.0 else x * module.scale
+    place = module.frozen_form[1:]
+    y = FrozenMatmul.apply(x, module.weight_codes, module.weight_scales, module.weight_levels, *place)
+    return y if module.bias is None else y + module.bias  # type: ignore[no-any-return]

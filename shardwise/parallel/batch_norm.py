@@ -1,6 +1,5 @@
 """Synchronized batch norm: statistics are summed over all data-parallel ranks, so every layout computes the same."""
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.comm.collectives import Axis, all_reduce
 from shardwise.models.chain import Chain
+from shardwise.models.layers import subclass
 from shardwise.models.resnet import BatchNorm
 
 
@@ -19,14 +19,8 @@ def apply(chain: Chain, axis: Axis) -> None:
         if isinstance(module, BatchNorm):
             module.reset_buffers()
         if isinstance(module, _BatchNorm):
-            module.__class__ = _synchronized(type(module))  # type: ignore[assignment,arg-type]
+            module.__class__ = subclass(type(module), forward=_forward)  # type: ignore[assignment,arg-type]
             module.axis = axis  # type: ignore[assignment]
-
-
-@cache
-def _synchronized(base: type) -> type:
-    """Returns one class for all batch norms of a type, so that code compiled for one block serves the next."""
-    return type(base.__name__, (base,), {"forward": _forward})
 
 
 def _forward(norm: Any, x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from shardwise.job import Job
 from shardwise.layout import BatchSplit
 from shardwise.models.chain import IGNORE_INDEX, Chain
 from shardwise.models.config import ModelConfig
-from shardwise.optim import make_optimizer, make_user_optimizer
+from shardwise.optim.optimizer_factory import make_optimizer, make_user_optimizer
 from shardwise.optim.param_shard import ParamShard
 from shardwise.parallel import context
 from shardwise.parallel.data_parallel import DataParallel

@@ -143,7 +143,7 @@ def parallelize(prepared: Prepared, device: torch.device, memory: AbstractContex
 
     pipeline = None
     if layout.pipeline > 1:
-        shapes = prepared.family.stage_shapes(job.model, layout, batch.micro_batch)
+        shapes = job.family.stage_shapes(job.model, layout, batch.micro_batch)
         pipeline = Pipeline(data.modules, layout, mesh, batch.micro_batches, *shapes, precision.compute_dtype, order)
     local_positions = None
     if layout.context > 1:

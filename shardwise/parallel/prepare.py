@@ -17,7 +17,7 @@ from shardwise.job import Job
 from shardwise.layout import DEGREES, BatchSplit, Layout, solve_batch
 from shardwise.models.chain import Chain
 from shardwise.models.config import ModelConfig
-from shardwise.models.family import Family, TableSpec
+from shardwise.models.family import TableSpec
 from shardwise.models.registry import family_of
 from shardwise.parallel import context, expert, gradient_reduction, local_sgd, tensor
 
@@ -40,7 +40,6 @@ class Prepared:
 
     job: Job
     layout: Layout
-    family: Family
     model: Chain  # the full model on the meta device
     stages: list[tuple[int, int]]  # module range of each pipeline stage: first, and last (exclusive)
     batch: BatchSplit
@@ -56,14 +55,14 @@ class Prepared:
         """Returns the model for an engine to shard in place; a second engine gets a model of its own."""
         meta_model.cache_clear()
         if self.model.is_taken:
-            return self.family.build_on_meta(self.job.model, self.job.seed)
+            return self.job.family.build_on_meta(self.job.model, self.job.seed)
         self.model.is_taken = True
         return self.model
 
 
 def prepare(job: Job, layout: Layout) -> Prepared:
     """Checks a job in a layout; raises JobError or LayoutError before any process starts if it cannot run."""
-    family, config = job.family, job.model
+    config = job.model
     check_refusals(job, layout)
     model = meta_model(config, job.seed)
     shapes = {name: weight.shape for name, weight in model.named_unique_parameters()}
@@ -91,7 +90,7 @@ def prepare(job: Job, layout: Layout) -> Prepared:
         rule = f"{config.description} (batch norm) runs each rank's samples as one micro-batch"
         remedy = "remove micro_batch, or use more ranks or a smaller batch"
         raise LayoutError(f"{batch.micro_batches} micro-batches: {rule}; {remedy}.")
-    return Prepared(job, layout, family, model, stages, batch, family.tables(config), shapes)
+    return Prepared(job, layout, model, stages, batch, job.family.tables(config), shapes)
 
 
 def check_refusals(job: Job, layout: Layout) -> None:

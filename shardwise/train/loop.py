@@ -22,7 +22,7 @@ from shardwise.errors import DataError, RunError
 from shardwise.integrity.detectors import AnomalyPolicy, CorruptionDetector, Rollback
 from shardwise.layout import AUTO_SCHEDULES
 from shardwise.models.lora import AdaptedWeights
-from shardwise.optim import job_learning_rate, set_learning_rate
+from shardwise.optim.lr_schedule import job_learning_rate, set_learning_rate
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import Prepared, forward_flops

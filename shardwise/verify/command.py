@@ -101,7 +101,7 @@ def prove(prepared: Prepared, say: Callable[[str], None]) -> None:
     """Proves the layout of a model that is not ours; raises JobError if it computes anything else. In float64, on a
     small copy with two ranks on every axis that it uses, two steps must equal those of the unmodified module. It is
     cached by the model's source and plan, the layout, and the versions of PyTorch and Shardwise."""
-    if prepared.family.task(prepared.job.model) is None or prepared.layout.world == 1:
+    if prepared.job.family.task(prepared.job.model) is None or prepared.layout.world == 1:
         return
     layout = small_layout(prepared.layout)
     exact = {"precision": "float64", "compile": False, "gradient": GradientConfig()}  # without lossy compression
@@ -135,7 +135,7 @@ def small_layout(layout: Layout) -> Layout:
 def _fingerprint(prepared: Prepared, job: Job, layout: Layout) -> str:
     root: nn.Module = getattr(prepared.model, "root", prepared.model)
     files = set()
-    task = prepared.family.task(prepared.job.model)
+    task = prepared.job.family.task(prepared.job.model)
     functions = [getattr(task, name) for name in ("loss", "count", "collate", "inputs")]
     for code in (*map(type, root.modules()), *(f if inspect.isfunction(f) else type(f) for f in functions)):
         with suppress(TypeError, OSError):  # built in, or defined by exec

@@ -28,7 +28,7 @@ from shardwise.layout import Layout
 from shardwise.models.chain import IGNORE_INDEX
 from shardwise.models.objectives import next_token
 from shardwise.models.preference import mark_rejected
-from shardwise.optim import job_learning_rate, set_learning_rate
+from shardwise.optim.lr_schedule import job_learning_rate, set_learning_rate
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.precision import Precision

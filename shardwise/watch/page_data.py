@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from rich.markup import escape
 
-from shardwise.console import format_seconds, make_table
+from shardwise.console import fill_in, format_seconds, make_table
 from shardwise.errors import JobError, LayoutError
 from shardwise.layout import AXES, Layout, micro_batch_error
 from shardwise.metrics import rank_metrics
@@ -18,6 +18,7 @@ from shardwise.metrics.trackers import flatten
 from shardwise.schedules.simulate import Action, Simulation, StageCosts, build_program, named_program, simulate
 from shardwise.watch.run_data import TIME_CATEGORIES, Goodput, RunData, bin_means, bin_starts, goodput, to_json_list
 
+ASSETS = Path(__file__).parent / "assets"
 MAX_POINTS, COMPARED_POINTS, MAX_SEGMENTS = 2000, 400, 8  # points of a curve; layouts of a run
 HEATMAP_COLUMNS, HEATMAP_ROWS = 240, 128
 MAX_EVENTS = 400
@@ -191,25 +192,13 @@ def rank_alerts(run: RunData) -> list[dict[str, Any]]:
 
 def summary_sentences(run: RunData, good: Goodput) -> list[str]:
     """Returns the summary of a run: step time breakdown, alerts, slow axes and goodput, a sentence each."""
-    if not run.steps:
-        return ["No step was made in this layout." if run.last_record else "No step has been measured yet."]
-    shares, step = sorted(time_shares(run).items(), key=lambda item: -item[1]), step_seconds(run)
-    named = [(category_label(*key), share) for key, share in shares if share >= 0.01]
-    named.append(("everything else", 1.0 - sum(share for _, share in named)))
-    causes = [f"{format_seconds(share * step)} {name} ({100 * share:.0f}%)" for name, share in named if share >= 5e-4]
-    between = [name for name, _ in named if name in ("validation", "checkpoint")]
-    including = f", with {' and '.join(between)}" if between else ""
-    sentences = [f"A step takes {format_seconds(step)} on average{including}: {', '.join(causes)}."] if shares else []
-    sentences += [alert["message"][0].upper() + alert["message"][1:] for alert in rank_alerts(run)]
-    for (kind, axis), share in shares:
-        if share > rank_metrics.ALERT_SHARE and kind == "wait_seconds" and axis != "pipeline":
-            sentences.append(f"Ranks spend {100 * share:.0f}% of each step waiting for collectives on the {axis} axis.")
-    if good.wall_seconds:
-        by_cause = sorted(good.lost_seconds.items(), key=lambda item: -item[1])
-        lost = ", ".join(f"{cause} {format_seconds(seconds)}" for cause, seconds in by_cause) or "none"
-        wall_time = format_seconds(good.wall_seconds)
-        sentences.append(f"Goodput is {100 * good.share:.0f}% of {wall_time} wall time; lost time: {lost}.")
-    return sentences
+    shares = sorted(time_shares(run).items(), key=lambda item: -item[1])
+    parts = [(category_label(*key), share) for key, share in shares if share >= 0.01]
+    parts += [("everything else", 1.0 - sum(share for _, share in parts))] if shares else []
+    waits = [(axis, share) for (kind, axis), share in shares
+             if kind == "wait_seconds" and axis != "pipeline" and share > rank_metrics.ALERT_SHARE]  # fmt: skip
+    values = {"run": run, "good": good, "step": step_seconds(run), "parts": parts, "waits": waits}
+    return fill_in(ASSETS / "summary.txt", values | {"alerts": rank_alerts(run)}).splitlines()
 
 
 def pipeline_data(run: RunData) -> dict[str, Any] | None:

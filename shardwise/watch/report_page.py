@@ -18,10 +18,9 @@ import numpy as np
 from shardwise.console import fit_columns
 from shardwise.errors import JobError
 from shardwise.files import require_parent_folder, write_text
-from shardwise.watch.page_data import category_label, page_data, seconds_by_rank, summary_sentences
+from shardwise.watch.page_data import ASSETS, category_label, page_data, seconds_by_rank, summary_sentences
 from shardwise.watch.run_data import TIME_CATEGORIES, RunData, goodput
 
-ASSETS = Path(__file__).parent / "assets"
 STEP_ROW, CATEGORY_ROW, ACTION_ROW = 0, 1, 2  # a thread id of the trace each
 ACTION_NAMES = {"F": "forward", "B": "backward", "I": "backward (input)", "W": "backward (weight)"}
 MAX_RANKS = 8  # with more ranks, the table shows the fastest, the median and the three slowest

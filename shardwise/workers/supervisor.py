@@ -240,11 +240,9 @@ class Supervisor:
             raise failure.to_exception("" if failure.is_expected else "All other ranks were stopped.")
         if is_repeated and previous is not None and previous.step == failure.step:
             raise failure.to_exception(f"This is the second identical failure at step {failure.step}, so the run ends.")
-        if self.attempts > self.max_restarts and failure.kind != "failed" and 0 < len(self.suspect_ranks) < self.size:
+        if self.attempts > self.max_restarts:
             self._continue_without(sorted(self.suspect_ranks), failure)
             return
-        if self.attempts > self.max_restarts:
-            raise failure.to_exception(f"Giving up after {self._restarts_text()}.")
         if self.worker_pool.size < self.size:
             self._wait_for_nodes(failure)
             return
@@ -253,9 +251,6 @@ class Supervisor:
         message = f"{failure.message} Restarting all ranks{delay} from the newest valid snapshot or checkpoint."
         self.log_event(failure.kind, message, ranks=failure.ranks, step=failure.step, restart=self.attempts)
         time.sleep(pause)
-
-    def _restarts_text(self) -> str:
-        return f"{pluralize(self.max_restarts, 'restart')} without progress"
 
     def _wait_for_nodes(self, failure: WorkerFailure) -> None:
         """Waits for lost nodes to rejoin; if they do not, an elastic run continues without them."""
@@ -272,9 +267,11 @@ class Supervisor:
         self.log_event("scaled_down", message, ranks=failure.ranks, step=failure.step, layout=self.layout)
 
     def _continue_without(self, ranks: list[int], failure: WorkerFailure) -> None:
-        """Removes the slots of these ranks and replans for the remaining ones; raises if the run is not elastic."""
-        giving_up = f"Giving up after {self._restarts_text()}."
-        if self.replan is None or self.worker_group is None:
+        """Removes the slots of these ranks and replans for the remaining ones; raises if the run is not elastic, or if
+        nobody shows to be at fault."""
+        restarts = f"{pluralize(self.max_restarts, 'restart')} without progress"
+        giving_up, is_at_fault = f"Giving up after {restarts}.", failure.kind != "failed" and 0 < len(ranks) < self.size
+        if not is_at_fault or self.replan is None or self.worker_group is None:
             raise failure.to_exception(giving_up)
         self.worker_pool.exclude_ranks(self.worker_group, ranks)
         try:
@@ -283,7 +280,7 @@ class Supervisor:
             raise failure.to_exception(f"{giving_up} No layout works without {format_ranks(ranks)}: {error}") from None
         self.attempts, self.suspect_ranks = 0, set()
         rest = f"continuing with {pluralize(self.size, 'process')} in layout '{self.layout}'"
-        message = f"{failure.message} Removing {format_ranks(ranks)} after {self._restarts_text()}; {rest}."
+        message = f"{failure.message} Removing {format_ranks(ranks)} after {restarts}; {rest}."
         self.log_event("scaled_down", message, ranks=ranks, step=failure.step, layout=self.layout)
 
 

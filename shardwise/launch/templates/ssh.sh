@@ -1,10 +1,10 @@
 #!/bin/bash
-# Written by: @command@
+# Written by: {{ command }}
 # Starts one agent on each host and waits for them. Ctrl-C and SIGTERM save and stop the run; the same script continues
 # it. An agent whose connection was lost is started again. The secret of the run goes over the standard input; when
 # that ends, the agent is asked to stop.
-hosts=(@hosts@)
-train=(@train@)
+hosts=({{ hosts }})
+train=({{ train }})
 secret=$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n')
 remote='cd "$1" && shift && read -r SHARDWISE_SECRET && export SHARDWISE_SECRET || exit 2
 exec 3<&0
@@ -22,7 +22,7 @@ wait_for() {  # although signals come
 
 run_agent() {
     pipe=$(mktemp -u)
-    command=$(printf '%q ' bash -c "$remote" agent @folder@ "${train[@]}" --node "$1/${#hosts[@]}" --address @address@)
+    command=$(printf '%q ' bash -c "$remote" agent {{ folder }} "${train[@]}" --node "$1/{% raw %}${#hosts[@]}{% endraw %}" --address {{ address }})
     while :; do
         mkfifo -m 600 "$pipe"
         ssh "$2" "$command" < "$pipe" & client=$!
