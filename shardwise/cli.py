@@ -169,7 +169,7 @@ def plan(
         plan_result = plan_job(job_file, settings, cluster, devices, None if layout == "auto" else layout)
     with (console := Console()).capture() as shown:
         show_plan(plan_result, console, price)
-    facts = plan_result.as_dict() | {"price": price, "statements": list(cost_lines(plan_result, price))}
+    facts = plan_result.as_dict() | {"price": price, "statements": cost_lines(plan_result, price)}
     return Answer(facts, shown.get().rstrip("\n"))
 
 

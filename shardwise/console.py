@@ -164,6 +164,6 @@ def fill_in(template: Path, values: dict[str, Any]) -> str:
     import jinja2  # only a few commands need it
 
     environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    environment.filters |= {"count": format_count, "seconds": format_seconds}
+    environment.filters |= {"count": format_count, "number": format_number, "seconds": format_seconds}
     environment.filters["plural"] = lambda noun, number: pluralize(number, noun)
     return environment.from_string(template.read_text(encoding="utf-8")).render(values).rstrip("\n")

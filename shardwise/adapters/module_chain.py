@@ -10,7 +10,6 @@ import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any, Self
 
 import torch
@@ -265,11 +264,13 @@ class ModuleChain(Chain):
             self.task.configure(self.root, device, dtype)
         for module, leaf, shape in self.placeholders:
             module.__dict__[leaf] = torch.zeros((), dtype=dtype, device=device).expand(shape)
+        cast = lambda x: x.to(dtype) if x.dtype is torch.float32 else x  # noqa: E731
+        cast_inputs = lambda _, args, kwargs: tree_map_only(Tensor, cast, (args, kwargs))  # noqa: E731
         for module in self.root.modules():
             if isinstance(module, nn.RNNBase):  # keeps a list of its weights, past casts and placeholders
                 module.register_forward_pre_hook(_refresh_flat_weights)
             if self.task.casts_inputs and dtype.itemsize == 2 and module._parameters and module is not self.root:
-                module.register_forward_pre_hook(partial(_cast_inputs, dtype), with_kwargs=True)
+                module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
 
     def dispatch_tokens(self, experts: nn.Module, dispatcher: Any) -> None:
         assert self.task.dispatch_tokens is not None, "refused before"

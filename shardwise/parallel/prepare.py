@@ -72,12 +72,11 @@ def prepare(job: Job, layout: Layout) -> Prepared:
     gradient_reduction.check(job.gradient, layout)
     local_sgd.check(job, layout)
     stages = cut_stages(layout, forward_flops(config))
-    if job.compile is True and layout.has_split_backward:
-        problem = f"compile = true with schedule {layout.schedule}: PyTorch cannot split a compiled backward"
-        raise LayoutError(f"{problem}; use schedule=1f1b or interleaved, or compile = false.")
-    if job.offload_activations and layout.has_split_backward:
-        problem = f"offload_activations with schedule {layout.schedule}: a split backward reads activations twice"
-        raise LayoutError(f"{problem}; use schedule=1f1b or interleaved, or offload_activations = false.")
+    causes = {"compile": "PyTorch cannot split a compiled backward", "offload_activations": "it is traversed twice"}
+    for key in causes if layout.has_split_backward else ():
+        if getattr(job, key) is True:
+            problem = f"{key} = true with schedule {layout.schedule}: {causes[key]}"
+            raise LayoutError(f"{problem}; use schedule=1f1b or interleaved, or {key} = false.")
     if job.offload_activations and not model.blocks():
         raise JobError(f"offload_activations: {config.description} has no repeated blocks to move the activations of.")
     if len(stages) > 1 and not all(weight.requires_grad for weight in model.parameters()):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.cluster import GIB, Cluster, find_cluster, with_settings
-from shardwise.console import format_number, format_seconds, format_step, pluralize
+from shardwise.console import fill_in, format_number, format_seconds, format_step, pluralize
 from shardwise.errors import LayoutError
 from shardwise.job import BatchConfig, Job, load_job
 from shardwise.layout import Layout, divisible_batch, micro_batch_error, solve_batch
@@ -34,16 +34,6 @@ MATMUL_WORKSPACES = 4 * 32 * 2**20  # of cuBLAS: for two threads (forward, backw
 # The planner's error on the measured runs of `benchmarks/`, each predicted without its source.
 _FIGURES = tomllib.loads((Path(__file__).parent / "accuracy.toml").read_text(encoding="utf-8"))
 
-_OTHERS = (
-    "Of {time_runs:,} measured runs of other training systems, each predicted by constants that its source had no part "
-    "in, half of the step times are within {time_median}% of the measured ones (half of the sources within "
-    "{time_over_sources}%) and 90% within {time_p90}%; of {memory_runs} peaks of memory half are within "
-    "{memory_median}% and 90% within {memory_p90}%."
-).format(**{name: value if isinstance(value, int) else math.ceil(100 * value) for name, value in _FIGURES.items()
-            if isinstance(value, int | float)})  # fmt: skip
-_OURS = "Our engine was measured on one H200 (times within 12%, memory within 6% of plans), not on several GPUs."
-_CPU = "On CPU processes plans were off by 9 to 51% in the median after `calibrate`, by 6% after `tune`."
-_TRACED = "Of models planned from their operators a T5 took 31% more time than planned, transformers' Llama 12% less."
 # Measured over predicted peak memory, ascending: what lies between the 10th and the 90th percentile is the range.
 _RATIOS: list[float] = _FIGURES["memory_ratios"]
 LOWEST, HIGHEST = (_RATIOS[round(share * (len(_RATIOS) - 1))] for share in (0.1, 0.9))
@@ -97,13 +87,8 @@ class Plan:
     @property
     def accuracy(self) -> str:
         """Returns sentences about how far off such plans were."""
-        if self.cluster.device.family == "cpu":
-            return _CPU
-        return " ".join(
-            [_TRACED] * isinstance(self.shape, OperatorListModel)
-            + [_OURS] * (self.cluster.device.family != "tpu")
-            + [_OTHERS]
-        )
+        figures = {"figures": _FIGURES, "percent": lambda share: math.ceil(100 * share)}
+        return fill_in(Path(__file__).with_name("accuracy.txt"), {"plan": self, **figures})
 
     def flops(self, prediction: Prediction) -> float:
         """Returns model FLOP/s per device, without recomputation; frozen weights need no gradients."""
@@ -413,13 +398,10 @@ def _neighbor_layouts(layout: Layout) -> Iterator[tuple[str, dict[str, Any]]]:
     if tensor % 2 == 0:
         wider_axis = "shard" if layout.shard > 1 else "replicate"
         yield f"tensor={tensor // 2}", {"tensor": tensor // 2, wider_axis: 2 * getattr(layout, wider_axis)}
-    for zero in (1, 2, 3):
-        if layout.shard > 1 and zero != layout.zero:
-            yield f"zero={zero}", {"zero": zero}
-    for recompute in ("none", "selective", "full"):
-        if recompute != layout.recompute:
-            yield f"recompute={recompute}", {"recompute": recompute}
-    for schedule in ("1f1b", "interleaved", "zbv"):
-        if pipeline > 1 and schedule != layout.schedule:
-            yield f"schedule={schedule}", {"schedule": schedule, "virtual": 0}
-    yield f"micro_batch={2 * layout.micro_batch}", {"micro_batch": 2 * layout.micro_batch}
+    choices: dict[str, tuple[Any, ...]] = {
+        "zero": (1, 2, 3) if layout.shard > 1 else (), "recompute": ("none", "selective", "full"),
+        "schedule": ("1f1b", "interleaved", "zbv") if pipeline > 1 else (), "micro_batch": (2 * layout.micro_batch,),
+    }  # fmt: skip
+    for key, value in ((key, value) for key, values in choices.items() for value in values):
+        if value != getattr(layout, key):
+            yield f"{key}={value}", {key: value, "virtual": 0 if key == "schedule" else layout.virtual}

@@ -2,25 +2,22 @@
 
 from collections.abc import Iterator
 from itertools import groupby
+from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 from rich.console import Console
 
 from shardwise.cluster import GIB, changed
-from shardwise.console import format_count, format_number, format_seconds, format_step, make_table, pluralize
+from shardwise.console import fill_in, format_number, format_step, make_table
 from shardwise.planner.costs.memory_model import RankMemory
-from shardwise.planner.costs.model_shape import OperatorListModel
 from shardwise.planner.estimate import Prediction
 from shardwise.planner.plan import Plan, count_parameters, make_estimator
 
 MEMORY_PARTS = RankMemory._fields
-MEMORY_NOTE = (
-    "buffers: what zero=3 gathers and stages receive, matmul workspaces; reserve: fragmentation, driver, kernels."
+TITLE, TRAINING, COSTS, ENDING = (
+    Path(__file__).with_name(f"{name}.txt") for name in ("title", "training", "costs", "ending")
 )
-NO_GRADIENTS_NOTE = "gradients 0.0: they are allocated as activations are freed."
-FP8_NOTE = "fp8's rates are of other systems' runs; ours was 1.2 to 1.4 times as fast as bf16 (1.5B to 8B, one H200)."
-FLOAT32_NOTE = "It is planned in float32, the default; add --set precision=bf16 for what GPUs are usually trained in."
 
 
 def show_plan(plan: Plan, console: Console, price: float | None = None) -> None:
@@ -30,44 +27,20 @@ def show_plan(plan: Plan, console: Console, price: float | None = None) -> None:
         told = f"{number:3d}  {prediction.layout}{f' ({why})' if why else ''}"
         for line in (told, f"     exposed: {format_exposed(prediction) or 'nothing'}"):
             console.print(fill(line, console.width, subsequent_indent=" " * 5), highlight=False)
-    console.print(memory_table(plan.best), MEMORY_NOTE, highlight=False)
-    if not plan.best.memory[0].gradients:
-        console.print(NO_GRADIENTS_NOTE, highlight=False)
-    verdict = "It does not fit" if plan.evaluated == 1 else "No layout fits; this one needs the least memory"
-    verdict = "Peak memory" if plan.fits(plan.best) else verdict
-    ending = [f"{verdict}: {plan.memory_verdict(plan.best)}", training_summary(plan), *cost_lines(plan, price)]
-    ending += [FP8_NOTE] * (plan.job.precision == "fp8" and "low_precision_matmul" not in plan.cluster.measured)
-    is_gpu = plan.cluster.device.family not in ("cpu", "tpu")
-    ending += [FLOAT32_NOTE] * (is_gpu and "precision" not in plan.job.model_fields_set)
-    choices = "Other choices (a key alone: layout 1 with only that and the data-parallel degree changed):"
-    ending += [choices] * bool(plan.near_misses)
-    ending += [*(f"  {line}" for line in plan.near_misses), plan.accuracy]
-    if plan.evaluated > 1:
-        ending.append(f"{plan.evaluated} layouts evaluated in {plan.seconds:.2f} s.")
-    for line in ending:
+    console.print(memory_table(plan.best))
+    facts = {"plan": plan, "training": training_summary(plan), "costs": cost_lines(plan, price)}
+    for line in fill_in(ENDING, facts).splitlines():
         console.print(line, highlight=False)
 
 
 def title(plan: Plan) -> str:
-    model, shape, device = plan.job.model, plan.shape, plan.cluster.device
-    active = f" ({format_count(shape.active_parameters)} active)" if shape.experts else ""
-    parts = f"{shape.layers} layers of width {shape.width}"
-    if isinstance(shape, OperatorListModel):
-        parts = f"{shape.layers} modules"
-        if shape.tables:
-            size = sum(4.0 * table.size for table in shape.tables) / GIB
-            parts += f" and {size:.0f} GiB of embedding tables"
-            parts += f", {size / plan.best.layout.data:.0f} in each rank's host memory"
-    length = f" of {model.sequence_length} tokens{plan.job.rounding}" if model.throughput_unit == "tokens" else ""
-    inner, outer = (f"{link.bandwidth / 1e9:g} GB/s" for link in (plan.cluster.inner, plan.cluster.outer))
-    facts = f"{format_number(device.memory / GIB)} GiB" + (f", {inner} per device" if plan.devices > 1 else "")
-    facts += f", {outer} between nodes" if plan.devices > (node := plan.cluster.domain_size) else ""
-    facts += f", not whole nodes of {node}" if plan.devices > node and plan.devices % node else ""
-    return (
-        f"{model.name}: {format_count(count_parameters(plan.job))} parameters{active}, {parts}; "
-        f"batch of {pluralize(plan.job.samples, 'sample')}{length} in {plan.job.precision}, "
-        f"on {plan.devices} x {device.name} ({facts})"
-    )
+    facts = {
+        "device": plan.cluster.device,
+        "cluster": plan.cluster,
+        "parameters": count_parameters(plan.job),
+        "GIB": GIB,
+    }
+    return fill_in(TITLE, {"plan": plan, **facts})
 
 
 def layouts_table(plan: Plan) -> Any:
@@ -102,11 +75,7 @@ def memory_table(prediction: Prediction) -> Any:
 
 
 def training_summary(plan: Plan) -> str:
-    time, hours, job = format_seconds(plan.training_seconds), plan.training_seconds / 3600, plan.job
-    count = format_count(job.total_steps * job.samples * job.model.sequence_length)
-    rate = f"{format_number(plan.tokens_per_second(plan.best) * plan.devices)} {job.model.throughput_unit}/s in all"
-    line = f"{rate}: {job.total_steps:,} steps, {count} {job.model.throughput_unit} in {time} without failures"
-    return f"{line}, {format_count(hours * plan.devices)} device-hours{', if it did fit' * (not plan.fits(plan.best))}."
+    return fill_in(TRAINING, {"plan": plan})
 
 
 def bottlenecks(plan: Plan) -> Iterator[tuple[str, float]]:
@@ -122,16 +91,6 @@ def bottlenecks(plan: Plan) -> Iterator[tuple[str, float]]:
     yield from ((name, 1.0 - seconds[name] / plan.best.seconds) for name in sorted(seconds, key=seconds.__getitem__))
 
 
-def cost_lines(plan: Plan, price: float | None) -> Iterator[str]:
-    """Yields what the run costs and what would make it faster. `price`: of a device for an hour."""
-    hours, power = plan.training_seconds / 3600 * plan.devices, plan.cluster.device.power
-    if price is not None:
-        suffix = "" if plan.fits(plan.best) else ", if it did fit"
-        yield f"Cost at {price:g} for an hour of a device: {hours * price:,.2f}{suffix}."
-    if power:
-        yield f"Energy at the devices' rated {power:.0f} W, without hosts and cooling: {hours * power / 1000:,.0f} kWh."
-    else:
-        yield f"Energy: unknown, because the rated power of {plan.cluster.device.name} is not known."
-    (name, gain), *others = bottlenecks(plan)
-    rest = "; ".join(f"{other} {100 * share:.0f}%" for other, share in others)
-    yield f"Bottleneck: {name}. Twice of it would save {100 * gain:.0f}% of the step in this layout ({rest})."
+def cost_lines(plan: Plan, price: float | None) -> list[str]:
+    """Returns what the run costs and what would make it faster. `price`: of a device for an hour."""
+    return fill_in(COSTS, {"plan": plan, "price": price, "gains": list(bottlenecks(plan))}).splitlines()

@@ -65,7 +65,6 @@ POSITIVE = (
 )  # fmt: skip
 POWER_LIMITED = ("matmul", "low_precision_matmul", "attention")
 WATTS_PER_TFLOPS = {"ampere": 1.28, "hopper": 0.708, "blackwell": 0.49}  # rated watts per TFLOP/s in 16 bits
-OF_OLDER_FILES = ("unaligned_8", "contention", "overlap_p2p_interleaved")
 
 
 def power_share(device: DeviceSpec) -> float:
@@ -76,7 +75,6 @@ def power_share(device: DeviceSpec) -> float:
 
 def efficiency_of(device: DeviceSpec, measured: dict[str, float]) -> Efficiency:
     """Returns the fitted constants of a device's family, overridden by what `calibrate` measured."""
-    measured = {name: value for name, value in measured.items() if name not in OF_OLDER_FILES}
     for name, value in measured.items():
         low, high = 0.01 if name in POSITIVE else 0.0, 1.0 if name.startswith(("overlap_", "wave_")) else 1e6
         high = 100.0 if name == "overlap_sharpness" else high

@@ -32,14 +32,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.cluster import CLUSTERS
-from shardwise.console import align_columns, fit_columns, format_ranks, pluralize
+from shardwise.console import align_columns, fill_in, fit_columns, format_ranks, pluralize
 from shardwise.data.make_sources import synthetic_source
 from shardwise.data.sample_stream import Samples, job_stream
 from shardwise.errors import JobError, LayoutError, RunError
 from shardwise.job import BatchConfig, Job, load_job
 from shardwise.layout import AUTO_SCHEDULES, V_SHAPED, Layout, solve_batch
 from shardwise.models import loss
-from shardwise.parallel.activation_offload import ActivationOffload
+from shardwise.parallel import activation_offload
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import prepare
@@ -292,11 +292,11 @@ def _recorded(tracker: MemoryCommTracker, fake_mode: AbstractContextManager[Any]
         loss, "addmm_", lambda total, a, b: addmm_(total, a, b) if a.dtype == total.dtype else None
     )
 
-    def allocate(offload: ActivationOffload, size: int) -> Tensor:
-        tracker.mark([buffer := torch.empty(size, dtype=torch.uint8)], "host")
+    def host_buffer(tensor: Tensor) -> Tensor:
+        tracker.mark([buffer := torch.empty_like(tensor)], "host")
         return buffer
 
-    offload = patch.object(ActivationOffload, "allocate", allocate)
+    offload = patch.object(activation_offload, "host_buffer", host_buffer)
     fused_loss = patch.object(loss, "cross_entropy_with_grad", _fused_loss)
     with fake_mode, tracker, rms_norm, fused_products, fused_loss, offload:
         yield
@@ -358,8 +358,6 @@ def dryrun_job(
 
 def describe_reports(reports: Sequence[RankReport]) -> str:
     """Formats two tables: peak memory with one row per rank, communication with one column per rank."""
-    layout, micro_batches = Layout.parse(reports[0].layout), pluralize(reports[0].micro_batches, "micro-batch")
-    lines = [f"Layout '{layout}': {pluralize(layout.world, 'process')}, {micro_batches} per step.", ""]
     rows = [["rank", "stage", "modules", *ROLES, "total", "peak in"]]
     for report in reports:
         kinds = [name.rstrip("0123456789") for stage in report.modules for name in stage]
@@ -367,12 +365,9 @@ def describe_reports(reports: Sequence[RankReport]) -> str:
         contents = ", ".join(pluralize(count, "layer") if kind == "block" else kind for kind, count in groups)
         sizes = [_format_gib(size) for size in (*(report.memory[role] for role in ROLES), report.total)]
         rows.append([str(report.rank), " ".join(map(str, report.stages)), contents, *sizes, report.peak_phase])
-    lines += ["Peak memory per rank, GiB", *fit_columns(rows, left=(1, 2, len(ROLES) + 4))]
-    note = (
-        "copies: weights cast for computing, or rows of them. buffers: communication, samples and the rest. Nothing is"
-    )
-    lines += [f"{note} compiled here; on GPUs blocks are, and need less memory or, if recomputed, about as much.", ""]
-    return "\n".join([*lines, "Communication per rank and step", *align_columns(_traffic_rows(reports), left=(0, 1))])
+    memory, traffic = fit_columns(rows, left=(1, 2, len(ROLES) + 4)), align_columns(_traffic_rows(reports), left=(0, 1))
+    values = {"layout": Layout.parse(reports[0].layout), "micro_batches": reports[0].micro_batches}
+    return fill_in(Path(__file__).with_name("reports.txt"), {**values, "memory": memory, "traffic": traffic})
 
 
 def _traffic_rows(reports: Sequence[RankReport]) -> list[list[str]]:
