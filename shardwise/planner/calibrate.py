@@ -154,8 +154,7 @@ def _make_cluster(kind: str, processes: int, values: dict[str, float]) -> Cluste
         cluster = replace(cluster, inner=link, outer=link)
     links: dict[str, Any] = {
         level: LinkSpec(values[f"{level}_bandwidth"], values[f"{level}_latency"])
-        for level in ("inner", "outer") if f"{level}_bandwidth" in values
-    }  # fmt: skip
+        for level in ("inner", "outer") if f"{level}_bandwidth" in values}  # fmt: skip
     cluster = replace(cluster, **links)
     return replace(cluster, measured=_fit_efficiencies(cluster, values))
 

@@ -116,8 +116,7 @@ class Estimator:
         return make_auto_schedule(
             layout, self.stage_costs(layout), count,
             lambda rank, peaks: engine.memory(layout, rank, count, self.framework_profile, peaks).total,
-            self.memory_limit,
-        )  # fmt: skip
+            self.memory_limit)  # fmt: skip
 
     def peak_memory(self, layout: Layout) -> float:
         return max([self.memory(layout, rank).total for rank in self.stages(layout).representative_ranks])
@@ -265,8 +264,7 @@ class Estimator:
             saved_per_block=saved_by_policy.get(layout.recompute, partly),
             recomputed_per_block=operands + (0.0 if layout.recompute == "none" else saved_all),
             logits=self.logits_bytes(layout, tokens * shape.logit_fraction),
-            hidden_bytes=hidden_bytes, recv_buffer_bytes=hidden_bytes / t, kept_fraction=kept_fraction,
-        )  # fmt: skip
+            hidden_bytes=hidden_bytes, recv_buffer_bytes=hidden_bytes / t, kept_fraction=kept_fraction)  # fmt: skip
 
     def logits_bytes(self, layout: Layout, positions: float) -> float:
         if self.loss_chunk and layout.pipeline == 1:  # our fused loss has the logits of a chunk, which become gradients

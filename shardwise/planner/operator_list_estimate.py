@@ -85,8 +85,7 @@ class OperatorListEstimator(Estimator):
             saved_per_block=saved + (1 - kept_fraction) * inputs,
             recomputed_per_block=0.0 if layout.recompute == "none" else max(module.saved_bytes for module in blocks),
             logits=sum(module.saved_bytes for module in last), hidden_bytes=hidden_bytes,
-            recv_buffer_bytes=hidden_bytes, kept_fraction=kept_fraction, head_weights=first_weights,
-        )  # fmt: skip
+            recv_buffer_bytes=hidden_bytes, kept_fraction=kept_fraction, head_weights=first_weights)  # fmt: skip
 
     def data(self, layout: Layout, dense_weights: float, experts: float, last_pass: float) -> float:
         seconds, tables = super().data(layout, dense_weights, experts, last_pass), self.shape.tables

@@ -117,8 +117,7 @@ class Plan:
                 "memory_range_gib": [ratio * p.peak_memory / GIB for ratio in (LOWEST, HIGHEST)],
                 "out_of_memory_risk": out_of_memory_risk(p.peak_memory, self.cluster.device.memory),
                 "bubble": p.bubble, "exposed": p.exposed, "reason": reason,
-            } for p, reason in zip(self.layouts, self.reasons, strict=True)
-        ]  # fmt: skip
+            } for p, reason in zip(self.layouts, self.reasons, strict=True)]  # fmt: skip
         training = {"steps": self.job.total_steps, "hours": hours, "device_hours": hours * self.devices}
         return {"search_seconds": self.seconds, "evaluated": self.evaluated, "layouts": layouts,
                 "near_misses": list(self.near_misses), "training": training}  # fmt: skip
@@ -260,8 +259,7 @@ def make_estimator(job: Job, cluster: Cluster) -> Estimator:
         framework_profile = replace(
             framework_profile, optimizer_bytes=framework_profile.optimizer_bytes - offloaded, offloaded_bytes=offloaded,
             buffer_bytes=MATMUL_WORKSPACES + BUFFERS * PART * offloaded / trained,
-            offloads_activations=job.offload_activations,
-        )  # fmt: skip
+            offloads_activations=job.offload_activations)  # fmt: skip
     estimator = estimator_class(machine, shape, kernel_profile, job.samples, framework_profile, engine)
     estimator.loss_chunk = loss_chunk_size(shape.vocab) if shape.vocab else 0
     estimator.memory_limit /= HIGHEST  # recommend only what fits at the upper end

@@ -144,8 +144,7 @@ def layout_classes(estimator: Estimator, devices: int) -> Iterator[Layout]:
                     for expert in [n for n in degrees if shape.experts % n == 0]:
                         yield Layout(
                             pipeline=pipeline, replicate=data, context=context, tensor=tensor, expert=expert,
-                            micro_batch=micro_batch,
-                        )  # fmt: skip
+                            micro_batch=micro_batch)  # fmt: skip
 
 
 def class_layouts(estimator: Estimator, base: Layout) -> Iterator[Layout]:

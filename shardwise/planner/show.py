@@ -51,8 +51,7 @@ def layouts_table(plan: Plan) -> Any:
         table.add_row(
             str(number), format_step(p.seconds), format_number(rate), format_number(plan.flops(p) / 1e12),
             format_number(plan.hardware_flops(p) / 1e12), f"{100 * plan.mfu(p):.0f}%",
-            f"{p.peak_memory / GIB:,.1f}", f"{100 * p.bubble:.1f}%",
-        )  # fmt: skip
+            f"{p.peak_memory / GIB:,.1f}", f"{100 * p.bubble:.1f}%")  # fmt: skip
     return table
 
 
@@ -84,8 +83,7 @@ def bottlenecks(plan: Plan) -> Iterator[tuple[str, float]]:
     kinds = {
         "matmul FLOP/s": ("flops", device.peak_flops("bf16")), "memory bandwidth": ("bandwidth", device.bandwidth),
         "bandwidth within a node": ("inner", cluster.inner.bandwidth),
-        "bandwidth between nodes": ("outer", cluster.outer.bandwidth),
-    }  # fmt: skip
+        "bandwidth between nodes": ("outer", cluster.outer.bandwidth)}  # fmt: skip
     doubled = {name: changed(cluster, key, 2 * value) for name, (key, value) in kinds.items()}
     seconds = {name: make_estimator(plan.job, c).predict_seconds(plan.best.layout) for name, c in doubled.items()}
     yield from ((name, 1.0 - seconds[name] / plan.best.seconds) for name in sorted(seconds, key=seconds.__getitem__))

@@ -61,8 +61,7 @@ class Efficiency:
 
 POSITIVE = (
     "matmul", "low_precision_matmul", "attention", "attention_backward", "memory", "inner", "outer", "unaligned_64",
-    "grouped_matmul", "all_to_all", "overlap_sharpness", "uncontended_speedup",
-)  # fmt: skip
+    "grouped_matmul", "all_to_all", "overlap_sharpness", "uncontended_speedup")  # fmt: skip
 POWER_LIMITED = ("matmul", "low_precision_matmul", "attention")
 WATTS_PER_TFLOPS = {"ampere": 1.28, "hopper": 0.708, "blackwell": 0.49}  # rated watts per TFLOP/s in 16 bits
 

@@ -50,8 +50,7 @@ def engine_profile(
         saves_fp8_inputs=precision == "fp8", optimizer_bytes=trained * state_bytes,
         logits=12.0 if is_mixed_precision else 2 * master_itemsize,
         casts_once=is_mixed_precision, cast_bytes=trained * (16.0 if is_mixed_precision else 0.0),
-        update_bytes=trained * 10 * master_itemsize,
-    )  # fmt: skip
+        update_bytes=trained * 10 * master_itemsize)  # fmt: skip
 
 
 class RankMemory(NamedTuple):

@@ -171,5 +171,4 @@ def shape_of(config: ModelConfig, itemsize: int = 4) -> ModelShape:
     return OperatorListModel(
         layers=len(make_operators(1)) - 2 * splits_layers, make_operators=make_operators, has_ends=splits_layers,
         heads=int(getattr(config, "heads", 1)) if splits_heads else 1, sequence=config.length if splits_heads else 1,
-        width=1, kv_heads=1, head_dim=1, ffn=0, vocab=0, tables=family.tables(config),
-    )  # fmt: skip
+        width=1, kv_heads=1, head_dim=1, ffn=0, vocab=0, tables=family.tables(config))  # fmt: skip

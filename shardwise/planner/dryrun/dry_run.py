@@ -167,8 +167,7 @@ def measure_rank(job: Job, layout: Layout, fake: bool = True, all_micro_batches:
         memory={role: memory[role] for role in ROLES}, peak_phase=peak_phase,
         resident_memory={role: held[role] for role in ROLES},
         traffic=recording.traffic(remaining, period), micro_batches=batch.micro_batches, micro_batches_run=count,
-        seconds=time.perf_counter() - begin,
-    )  # fmt: skip
+        seconds=time.perf_counter() - begin)  # fmt: skip
 
 
 @dataclass

@@ -188,8 +188,7 @@ def axis_by_group(mesh: Mesh) -> dict[str, str]:
     axes = [
         ("tied_weights", mesh.tied_stages), ("expert_replicas", mesh["expert_replicas"]),
         ("replicate x context", mesh["replicas"]), ("shard x context", mesh["fsdp"]),
-        *((name, mesh[name]) for name in ("expert", "world", "data", *reversed(AXES))),
-    ]  # fmt: skip
+        *((name, mesh[name]) for name in ("expert", "world", "data", *reversed(AXES)))]  # fmt: skip
     return {axis.group.group_name: name for name, axis in axes if axis.group is not None}
 
 
