@@ -1,5 +1,5 @@
 """Seconds of operators, collectives and a decoder's modules on one device, from data-sheet peaks and the shares of them
-that software reaches, which `tools/fit_planner.py` fits to published runs (`docs/explanation/planner.md`)."""
+that software reaches, which `tools/fit_planner.py` fits to published runs (`docs/explanation/planner-model.md`)."""
 
 import tomllib
 from dataclasses import dataclass
