@@ -298,6 +298,14 @@ def test_what_is_told_of_the_accuracy_is_about_such_plans() -> None:
     assert (t5.best.peak_memory - t5.best.memory[0].reserve) / 2**30 == pytest.approx(14.2, rel=0.05)
 
 
+def test_memory_does_not_depend_on_what_was_predicted_before() -> None:
+    asked = estimator("gpt3-175b", "h200", 256)
+    layout = Layout.parse("pipeline=4 shard=8 context=2 tensor=4 schedule=zbv micro_batch=1 zero=2")
+    alone = estimator("gpt3-175b", "h200", 256).peak_memory(layout)
+    asked.peak_memory(replace(layout, schedule="1f1b"))
+    assert asked.peak_memory(layout) == alone
+
+
 def test_power_limits_the_clock() -> None:
     shares = {name: efficiency_of(DEVICES[name], {}).matmul for name in ("B200", "GB200", "GB300", "H100-80GB", "H200")}
     assert shares["B200"] < shares["GB200"] < shares["GB300"] < 1 and shares["H100-80GB"] == shares["H200"]

@@ -65,7 +65,7 @@ ScheduleTime = Callable[[str, int, int, int, StageCosts], float]
 
 
 def memory_inputs_key(estimator: "Estimator", layout: Layout) -> Hashable:
-    return estimator.parallel_degrees(layout), layout.recompute, layout.pipeline == 1
+    return estimator.parallel_degrees(layout), layout.recompute, layout.pipeline == 1, layout.has_split_backward
 
 
 class Estimator:
@@ -282,7 +282,7 @@ class Estimator:
         return memory_model.block_activation_bytes(self.shape, profile.itemsize, layout, sparse, *options)
 
     @cached_by(lambda self, layout: (self.parallel_degrees(layout), layout.recompute, layout.zero, layout.shard,
-                                     layout.world == 1))  # fmt: skip
+                                     layout.pipeline == 1, layout.world == 1, layout.has_split_backward))  # fmt: skip
     def block_time(self, layout: Layout) -> BlockTime:
         """Returns the time of a block, with recomputation and exposed communication."""
         inner, _, _ = self.module_times(self.parallel_degrees(layout))
