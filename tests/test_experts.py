@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import suppress
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
+from pairwise import Case, cover
 
 import shardwise.step as step_file
 from shardwise.comm.world import run_world
@@ -121,6 +124,42 @@ CUT = [
 def test_experts_on_other_ranks_compute_what_one_process_computes(text: str) -> None:
     layout = Layout.parse(text)
     (record,) = verify(small(2 * layout.data, experts=4, tied="tensor" in text), [layout], steps=2)
+    assert record.ok, record.describe()
+
+
+CUT_LAYOUT = {
+    "pipeline": ("", "1f1b", "zero-bubble", "zbv"), "shard": (1, 2, 4), "context": (1, 2), "tensor": (1, 2),
+    "expert": (2, 4), "zero": (1, 2, 3), "recompute": ("none", "selective", "full", "0.5"),
+}  # fmt: skip
+
+
+def cut_layout(case: Case) -> Layout | None:
+    """The layout of a case; None where its experts do not fit on its ranks, or one of its words would mean nothing."""
+    order = {"pipeline": 2, "schedule": case["pipeline"]} if case["pipeline"] else {}
+    layout = Layout(**{key: case[key] for key in CUT_LAYOUT if key != "pipeline"} | {"micro_batch": 1} | order)
+    if layout.world > 8 or (layout.zero > 1 and layout.shard == 1):
+        return None
+    with suppress(LayoutError):
+        expert.check(small(experts=4).model, layout)
+        return layout
+    return None
+
+
+CUT_CASES = cover([[dict(zip(CUT_LAYOUT, values)) for values in product(*CUT_LAYOUT.values())]],
+                  lambda case: cut_layout(case) is not None, lambda case: 1.0)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CUT_CASES, ids=lambda case: str(cut_layout(case)))
+def test_pairs_with_cut_experts(case: Case) -> None:
+    """Where FSDP gathers the experts' weights inside of a block that is recomputed, among them."""
+    layout = cut_layout(case)
+    assert layout is not None
+    (record,) = verify(small(2 * layout.data, experts=4, tied=layout.tensor > 1), [layout], steps=2)
+    assert record.ok, record.describe()
+
+
+def test_weights_gathered_in_some_recomputations_only() -> None:
+    (record,) = verify(small(experts=4), [Layout.parse("shard=2 expert=2 zero=3 recompute=selective")])
     assert record.ok, record.describe()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -17,7 +18,7 @@ from shardwise.cli import app
 from shardwise.cluster import CLUSTERS, DEVICES, find_cluster, read_cluster, write_cluster
 from shardwise.console import format_count, format_seconds
 from shardwise.errors import JobError, LayoutError
-from shardwise.job import BatchConfig, load_job, make_job
+from shardwise.job import BatchConfig, Job, load_job, make_job
 from shardwise.layout import Layout
 from shardwise.models.gpt import build_gpt
 from shardwise.parallel.prepare import prepare
@@ -470,3 +471,64 @@ def test_times_have_units(tmp_path: Path) -> None:
     assert re.search(r"│ +1 │ *\d[\d.:]* (s|min) │", output)
     assert re.search(r"slower, \d[\d.:]* (ms|s|min)\s+more ", output)
     assert re.search(r"tokens\s+in\s+[\d.,:]+\s+(s|min|h|days)\s+without", output)
+
+
+LONG = {"layers": 4, "width": 1024, "heads": 16, "vocab": 8192, "sequence": 2**16}
+EXPERTS = {"experts": 8, "expert_ffn": 512}
+LATENT = {"name": "deepseek-v3", "kv_heads": 16, "dense_layers": 1} | LONG | EXPERTS
+WIDE = {"layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 1024, "vocab": 2**19, "sequence": 512}
+# Jobs for which a search that asks nobody recommends layouts that training refuses, and the number of samples.
+PARTLY_REFUSED: dict[str, tuple[dict[str, Any], int]] = {
+    "latent attention": ({"model": LATENT}, 4),
+    "expert capacity": ({"model": LONG | EXPERTS | {"name": "moe", "capacity_factor": 1.5}}, 4),
+    "compressed gradients": ({"model": LONG, "gradient": {"compress": "int8"}}, 4),
+    "batch norm": ({"model": {"name": "resnet-50", "image_size": 32}, "precision": "float32"}, 384),
+    "tables": ({"model": {"name": "dlrm"}}, 1024),
+    "frozen stages": ({"model": {"name": "llama3-8b", "lora": {"rank": 8, "targets": ["qkv"]}} | WIDE}, 4),
+    "replicas": ({"model": {"name": "gpt2", "layers": 4}, "local_sgd": {"every": 4}}, 64),
+    "compiled": ({"model": {"name": "gpt3-175b", "layers": 40}, "compile": True}, 64),
+    "no batch of 2^n": ({"model": {"name": "resnet-50", "image_size": 32}, "precision": "float32"}, 336),
+}
+
+
+def is_refused(job: Job, layout: Layout) -> bool:
+    with suppress(LayoutError):
+        return prepare(job, layout).batch.micro_batch != layout.micro_batch
+    return True
+
+
+@pytest.mark.parametrize("name", PARTLY_REFUSED)
+def test_what_is_recommended_is_what_training_accepts(name: str) -> None:
+    values, samples = PARTLY_REFUSED[name]
+    job = make_job({"precision": "bf16", "batch": {"samples": samples}} | values)
+    devices = {"frozen stages": 16, "compiled": 32}.get(name, 8)
+    found = make_plan(job, CLUSTERS["h100"], devices)
+    assert not any(is_refused(job, prediction.layout) for prediction in found.layouts)
+    judge = make_estimator(job, CLUSTERS["h100"])
+    judge.check = lambda layout: None
+    assert any(is_refused(job, prediction.layout) for prediction in search(judge, devices).best)
+
+
+@pytest.mark.parametrize("model", ["t5", "bert-base", "mixtral-8x7b"])
+def test_the_search_asks_whether_training_accepts_a_layout(model: str) -> None:
+    job = make_job({"precision": "bf16", "model": {"name": model, "layers": 4}, "batch": {"samples": 64}})
+    judge, asked = make_estimator(job, CLUSTERS["h100"]), list[Layout]()
+    judge.check = lambda layout: asked.append(layout) or prepare(job, layout)  # type: ignore[func-returns-value]
+    assert {prediction.layout for prediction in search(judge, 8).best} <= set(asked)
+    judge.memory_limit = 1.0  # nothing fits: the one that needs the least
+    assert not is_refused(job, search(judge, 8).best[0].layout)
+
+
+def test_what_no_layout_can_run_ends_in_the_refusal() -> None:
+    with pytest.raises(JobError, match="precision = 'fp8': a DLRM trains in bf16"):
+        make_plan(make_job({"model": {"name": "dlrm"}, "precision": "fp8"}), CLUSTERS["h100"], 8)
+    values = {"model": {"name": "gpt2"}, "local_sgd": {"every": 4}, "gradient": {"compress": "int8"}}
+    with pytest.raises(LayoutError, match="cannot be combined with gradient.compress"):
+        make_plan(make_job(values | {"batch": {"samples": 64}}), CLUSTERS["h100"], 8)
+
+
+def test_a_batch_too_large_for_batch_norm_is_told() -> None:
+    """No micro-batch of 1 is possible: the layout that needs the least memory is among those that can run."""
+    job = make_job({"model": {"name": "resnet-50"}, "precision": "float32", "batch": {"samples": 2**14}})
+    found = make_plan(job, CLUSTERS["h100"], 2)
+    assert not found.fits(found.best) and not is_refused(job, found.best.layout)

@@ -372,5 +372,5 @@ def test_what_is_computed_again_counts_for_the_hardware() -> None:
 
 @pytest.mark.parametrize("layout", ["tensor=2", "pipeline=2", "shard=2 expert=2"])
 def test_only_data_axes_cut_a_resnet(layout: str) -> None:
-    with pytest.raises(LayoutError, match="resnet-101"):
+    with pytest.raises(LayoutError, match="a ResNet supports data parallelism only"):
         make_plan(load_job(EXAMPLES / "resnet-101.toml"), CLUSTERS["a100-80g"], None, layout)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -98,7 +99,7 @@ def test_measured_steps_refine_what_they_depend_on() -> None:
     job = make_job({"model": model, "batch": {"samples": 16}})
     start = CLUSTERS["cpu"]
     changes = {"kernel_launch": 2 * start.measured["kernel_launch"], "collective_start": 2e-3, "split_backward": 1.5}
-    truth = make_estimator(job, tune.replace(start, measured={**start.measured, **changes}))
+    truth = make_estimator(job, replace(start, measured={**start.measured, **changes}))
     texts = ("replicate=4", "replicate=4 micro_batch=1", "shard=4 zero=3", "tensor=4", "pipeline=2 replicate=2",
              "pipeline=4 micro_batch=2", "pipeline=4 schedule=zbv micro_batch=2", "replicate=2 tensor=2")  # fmt: skip
     layouts = [resolve_layout(job, truth.shape, Layout.parse(text)) for text in texts]

@@ -12,15 +12,15 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from contextlib import closing, suppress
-from dataclasses import dataclass, field, replace
+from contextlib import closing
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from shardwise.cluster import GIB, Cluster, write_cluster
 from shardwise.console import fill_in, format_seconds, pluralize
-from shardwise.errors import LayoutError, RunError, ShardwiseError
+from shardwise.errors import RunError, ShardwiseError
 from shardwise.files import write_text
 from shardwise.job import Job
 from shardwise.launch import worker
@@ -112,11 +112,7 @@ class Tuner:
         self.planned = {prediction.layout: prediction for prediction in self.search(self.plan.cluster)}
 
     def search(self, cluster: Cluster) -> list[Prediction]:
-        estimator = make_estimator(self.job, cluster)
-        layouts = [prediction.layout for prediction in search(estimator, self.plan.devices, MAX_LAYOUTS).best]
-        if self.job.model.requires_single_micro_batch:
-            layouts = [replace(layout, micro_batch=self.job.samples // layout.data) for layout in layouts]
-        return [estimator.predict(layout) for layout in dict.fromkeys(layouts)]
+        return list(search(make_estimator(self.job, cluster), self.plan.devices, MAX_LAYOUTS).best)
 
     def measure(self, candidate: Candidate, steps: int, limit: float) -> None:
         """Trains for a few steps in new processes, for at most `limit` seconds, and adds what it finds."""
@@ -154,15 +150,12 @@ class Tuner:
                 self.say(f"  {candidate.layout}: {found}")
 
     def propose(self, predictions: Iterable[Prediction], count: int) -> list[Candidate]:
-        """Returns candidates for the first `count` layouts that the engine runs and that are none yet; with less memory
-        than what ran out of it."""
+        """Returns candidates for the first `count` layouts that are none yet; with less memory than what ran out."""
         known, found = {one.layout for one in self.candidates}, list[Candidate]()
         limit = min((one.planned.peak_memory for one in self.candidates if "memory" in one.problem), default=math.inf)
         for layout, prediction in {prediction.layout: prediction for prediction in predictions}.items():
-            with suppress(LayoutError):
-                if len(found) < count and layout not in known and prediction.peak_memory < limit:
-                    prepare(self.job, layout)
-                    found.append(Candidate(layout, self.planned.get(layout, prediction)))
+            if len(found) < count and layout not in known and prediction.peak_memory < limit:
+                found.append(Candidate(layout, self.planned.get(layout, prediction)))
         self.candidates += found
         return found
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import _CachedTorchDispatchMode as CachedMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from shardwise.layout import Layout, kept_activation_fraction
@@ -38,7 +39,8 @@ def apply(chain: Chain, layout: Layout) -> None:
         return
     keep_fraction = kept_activation_fraction(layout.recompute) or 0.0
     in_place_blocks = chain.in_place_blocks()
-    selective = partial(create_selective_checkpoint_contexts, _SAVED_OPS)
+    strict = partial(create_selective_checkpoint_contexts, _SAVED_OPS)
+    experts = set(chain.stacked_experts().values() if layout.expert > 1 else ())
     # It would warn of operators in place under a compiler; such blocks are `full`.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     for number, block in enumerate(chain.blocks()):
@@ -46,6 +48,7 @@ def apply(chain: Chain, layout: Layout) -> None:
         if int((number + 1) * keep_fraction) > int(number * keep_fraction):
             continue
         # Replaces the instance's forward, not the module, so parameter names and hooks stay.
+        selective = strict if experts.isdisjoint(block.modules()) else _lenient_contexts
         is_selective = layout.recompute == "selective" and block not in in_place_blocks
         if layout.has_split_backward:
             block.forward = CheckpointOnce(block.forward, selective if is_selective else noop_context_fn)
@@ -60,6 +63,20 @@ def _checkpointed(forward: Callable[..., Any], contexts: dict[str, Any]) -> Call
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **contexts, **kwargs)
 
     return checkpointed
+
+
+class _LenientRecomputation(CachedMode):
+    """Runs other operators than the forward did, which PyTorch refuses: around experts inside of a block, FSDP gathers
+    weights only if they are not gathered already."""
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return super().__torch_dispatch__(op, types, args, kwargs) if op in _SAVED_OPS else op(*args, **kwargs or {})
+
+
+def _lenient_contexts() -> tuple[Any, Any]:
+    forward, recomputation = create_selective_checkpoint_contexts(_SAVED_OPS)
+    recomputation.__class__ = _LenientRecomputation
+    return forward, recomputation
 
 
 class CheckpointOnce:

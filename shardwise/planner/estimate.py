@@ -84,6 +84,7 @@ class Estimator:
         self.gathers_per_block = 1  # FSDP gathers a block's weights in one collective
         self.reduced_gradient_bytes = framework_profile.gradient_bytes
         self.schedule_time: ScheduleTime = step_seconds
+        self.check: Callable[[Layout], object] = lambda layout: None  # raises LayoutError if the job cannot run in it
         self.loss_chunk = 0  # positions whose logits a fused loss has at once; 0: all
         self.memory_limit = machine.device.memory  # largest predicted peak that counts as fitting
 

@@ -6,6 +6,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from shardwise.planner.costs.memory_model import engine_profile
 from shardwise.planner.costs.model_shape import ModelShape, OperatorListModel, shape_of
 from shardwise.planner.estimate import Estimator, Prediction
 from shardwise.planner.operator_list_estimate import OperatorListEstimator
-from shardwise.planner.search import SearchResult, search
+from shardwise.planner.search import SearchResult, can_run, search
 
 TIE_TOLERANCE = 0.01  # layouts whose predicted times differ by less count as equally fast
 SHARED_CORES = "bubbles cost little: more processes than cores, and a rank that waits leaves its core to others"
@@ -195,34 +196,24 @@ def _better_batch(job: Job, cluster: Cluster, best: Prediction) -> Iterator[str]
 
 
 def _search_runnable(job: Job, estimator: Estimator, devices: int) -> SearchResult:
-    keep = 10
-    first: Prediction | None = None
     replicated = []  # plain data parallelism with a single micro-batch: the search only tries powers of two
     if job.samples % devices == 0:
         layout = Layout(replicate=devices)
         prediction = estimator.predict(replace(layout, micro_batch=solve_batch(layout, job.samples).micro_batch))
-        replicated = [prediction] if prediction.peak_memory <= estimator.memory_limit else []
-    while first is None:
-        result = search(estimator, devices, keep)
-        predictions = list({prediction.layout: prediction for prediction in (*result.best, *replicated)}.values())
-        fastest = min(prediction.seconds for prediction in predictions)
+        fits = prediction.peak_memory <= estimator.memory_limit
+        replicated = [prediction] if fits and can_run(estimator, prediction.layout) else []
+    result = search(estimator, devices)
+    predictions = list({prediction.layout: prediction for prediction in (*result.best, *replicated)}.values())
+    fastest = min(prediction.seconds for prediction in predictions)
 
-        def rank(prediction: Prediction, fastest: float = fastest) -> tuple[object, ...]:
-            layout = prediction.layout
-            if prediction.seconds > (1 + TIE_TOLERANCE) * fastest:
-                return True, prediction.seconds
-            sharding_level = layout.zero if layout.shard > 1 else 0
-            return False, layout.pipeline, layout.tensor, layout.recompute != "none", sharding_level, prediction.seconds
+    def rank(prediction: Prediction) -> tuple[object, ...]:
+        layout = prediction.layout
+        if prediction.seconds > (1 + TIE_TOLERANCE) * fastest:
+            return True, prediction.seconds
+        sharding_level = layout.zero if layout.shard > 1 else 0
+        return False, layout.pipeline, layout.tensor, layout.recompute != "none", sharding_level, prediction.seconds
 
-        predictions.sort(key=rank)
-        for prediction in predictions:
-            with suppress(LayoutError):
-                prepare(job, prediction.layout)
-                first = prediction
-                break
-        if first is None and len(result.best) < keep:
-            raise LayoutError(f"no layout of {pluralize(devices, 'device')} can run this job; change batch or model.")
-        keep *= 10
+    first = min(predictions, key=rank)
     others = sorted((p for p in predictions if p is not first), key=lambda p: p.seconds)
     return replace(result, best=(first, *others[:9]))
 
@@ -261,6 +252,7 @@ def make_estimator(job: Job, cluster: Cluster) -> Estimator:
             buffer_bytes=MATMUL_WORKSPACES + BUFFERS * PART * offloaded / trained,
             offloads_activations=job.offload_activations)  # fmt: skip
     estimator = estimator_class(machine, shape, kernel_profile, job.samples, framework_profile, engine)
+    estimator.check = partial(prepare, job)
     estimator.loss_chunk = loss_chunk_size(shape.vocab) if shape.vocab else 0
     estimator.memory_limit /= HIGHEST  # recommend only what fits at the upper end
     return estimator
@@ -299,8 +291,9 @@ def _auto_schedule_variants(job: Job, estimator: Estimator, layout: Layout) -> l
 
 def resolve_layout(job: Job, shape: ModelShape, layout: Layout) -> Layout:
     """Returns the layout with its micro-batch filled in; raises LayoutError if model or batch do not allow it."""
+    resolved = replace(layout, micro_batch=prepare(job, layout).batch.micro_batch)
     if shape.has_exact_cost_model:
-        return replace(layout, micro_batch=prepare(job, layout).batch.micro_batch)
+        return resolved
     if Estimator.is_auto_schedule(layout):
         problem = f"schedule={layout.schedule} is only available for dense decoders, not {job.model.name}"
         raise LayoutError(f"{problem}; use 1f1b.")
@@ -311,7 +304,7 @@ def resolve_layout(job: Job, shape: ModelShape, layout: Layout) -> Layout:
         if degree > limit or (axis != "pipeline" and limit % degree):
             rule = f"be at most {limit}" if axis == "pipeline" or limit == 1 else f"divide {limit}"
             raise LayoutError(f"{axis}={degree}: for {job.model.name} the {axis} degree must {rule}.")
-    return replace(layout, micro_batch=solve_batch(layout, job.samples).micro_batch)
+    return resolved
 
 
 def _less_recomputation(estimator: Estimator, best: Prediction) -> Iterator[str]:
@@ -320,7 +313,8 @@ def _less_recomputation(estimator: Estimator, best: Prediction) -> Iterator[str]
     blocks = max(stage.blocks for stage in estimator.stages(full).stages)
     fractions = [f"{math.ceil(1000 * kept / blocks) / 1000:g}" for kept in range(blocks - 1, 0, -1)]
     for size in {full.micro_batch, max(1, full.micro_batch // 2)} if full.recompute == "full" else ():
-        layouts = (replace(full, micro_batch=size, recompute=fraction) for fraction in fractions)
+        variants = (replace(full, micro_batch=size, recompute=fraction) for fraction in fractions)
+        layouts = (layout for layout in variants if can_run(estimator, layout))
         if micro_batch_error(full, estimator.micro_batches(replace(full, micro_batch=size))) is None:
             fitting += [estimator.predict(next(filter(estimator.fits, layouts), full))]
     fastest = min(fitting, key=lambda prediction: prediction.seconds)
@@ -372,6 +366,7 @@ def near_misses(estimator: Estimator, best: Prediction) -> Iterator[str]:
             layout = replace(layout, micro_batch=solve_batch(layout, estimator.samples).micro_batch)
             if str(layout) in seen or estimator.shape.heads % layout.tensor:
                 continue
+            estimator.check(layout)
             reason = explain_gap(estimator, best, estimator.predict(layout))
         except LayoutError:  # invalid, or not possible for this model
             continue

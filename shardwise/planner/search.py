@@ -3,7 +3,7 @@
 The space: every product of pipeline, context, tensor and data degrees that uses all devices; experts over the data and
 context ranks; micro-batches of 1, 2, 4, ... up to 32 samples, more if samples are short; data ranks that replicate, or
 shard (ZeRO 1, 2, 3) over all of them or within one domain; every schedule with up to 8 stages per rank; no, selective
-or full recomputation.
+or full recomputation. Of these, `Estimator.check` leaves those that training accepts.
 
 Lower bounds of the step time prune it: of a class (the same degrees and micro-batch size), of the slowest rank, of the
 schedule. The rest is simulated, so the result equals that of simulating everything."""
@@ -11,6 +11,7 @@ schedule. The rest is simulated, so the result equals that of simulating everyth
 import time
 from bisect import insort
 from collections.abc import Iterator
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -38,16 +39,20 @@ class SearchResult:
 
 def search(estimator: Estimator, devices: int, keep: int = 10, max_pipeline: int = MAX_WORLD) -> SearchResult:
     begin = time.perf_counter()
-    bases = (base for base in layout_classes(estimator, devices) if base.pipeline <= max_pipeline)
+    bases = [base for base in layout_classes(estimator, devices) if base.pipeline <= max_pipeline]
     classes = sorted(((class_lower_bound(estimator, base), base) for base in bases), key=lambda pair: pair[0])
     if not any(any(_candidate_schedules(estimator, base)) for _, base in classes):
         raise LayoutError(_no_layout_error(estimator, devices))
     fastest, evaluated = _fastest_layouts(estimator, classes, keep)
     best = [estimator.predict(layout) for _, layout in fastest]
-    if not best:  # micro-batch 1 and full recomputation need the least memory
-        layouts = (layout for _, base in classes if base.micro_batch == 1 for layout in class_layouts(estimator, base))
-        recomputed = (layout for layout in layouts if layout.recompute == "full")
-        best = [estimator.predict(min(recomputed, key=estimator.peak_memory))]
+    if not best:  # micro-batch 1 and full recomputation need the least memory, where they are possible
+        bases = [base for _, base in classes if base.micro_batch == 1 or estimator.shape.single_micro_batch]
+        layouts = [layout for base in bases for layout in class_layouts(estimator, base)]
+        by_choice = ([layout for layout in layouts if layout.recompute == choice] for choice in ("full", "none"))
+        candidates = (layout for group in by_choice for layout in sorted(group, key=estimator.peak_memory))
+        smallest = next((layout for layout in candidates if can_run(estimator, layout)), layouts[0])
+        estimator.check(smallest)  # raises what is wrong if none can run
+        best = [estimator.predict(smallest)]
     return SearchResult(tuple(best), evaluated, time.perf_counter() - begin)
 
 
@@ -98,10 +103,19 @@ def _fastest_layouts(estimator: Estimator, classes: TimedLayouts, keep: int) -> 
                     layout = _replace_unchecked(candidate, schedule=schedule, virtual=virtual)
                     if not estimator.fits(layout) or estimator.min_seconds(layout) >= slowest:
                         continue
+                    if not can_run(estimator, layout):
+                        continue
                     insort(fastest, (estimator.predict_seconds(layout), layout), key=lambda pair: pair[0])
                     del fastest[keep:]
                     slowest = fastest[-1][0] if len(fastest) == keep else inf
     return fastest, evaluated
+
+
+def can_run(estimator: Estimator, layout: Layout) -> bool:
+    with suppress(LayoutError):
+        estimator.check(layout)
+        return True
+    return False
 
 
 def _replace_unchecked(layout: Layout, **values: Any) -> Layout:
@@ -138,7 +152,7 @@ def layout_classes(estimator: Estimator, devices: int) -> Iterator[Layout]:
                 degrees = _divisors(rest) if shape.experts else [1]
                 if samples % data:
                     continue
-                for micro_batch in MICRO_BATCHES:
+                for micro_batch in [samples // data] if shape.single_micro_batch else MICRO_BATCHES:
                     if samples // data % micro_batch or (micro_batch > 32 and micro_batch * shape.sequence > 2**16):
                         continue
                     for expert in [n for n in degrees if shape.experts % n == 0]:

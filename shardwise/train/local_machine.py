@@ -151,8 +151,6 @@ def choose_plan(job: Job, world_size: int | None = None, at_most: bool = False) 
     for devices in counts[:1] if world_size and not at_most else counts:
         cluster, source = local_cluster(job, int(os.environ.get("LOCAL_WORLD_SIZE", devices)))
         try:
-            if job.model.requires_single_micro_batch:  # the search does not try a whole batch as one micro-batch
-                return make_plan(job, cluster, layout=f"replicate={devices}"), source
             return make_plan(job, cluster, devices, runnable=True), source
         except LayoutError as error:
             last_error = error

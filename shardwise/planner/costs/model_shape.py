@@ -36,6 +36,7 @@ class ModelShape:
     qk_rope_head_dim: int = 0  # multi-head latent attention: features per head with rotary positions
     logit_fraction: float = 1.0  # fraction of positions for which logits are computed
     has_ends: bool = True  # whether it is a pipeline of blocks between two ends
+    single_micro_batch: bool = False  # whether each rank runs its samples as one
     has_exact_cost_model: bool = False  # whether `EngineModel` knows it exactly: so far dense decoders
 
     @property
@@ -171,4 +172,5 @@ def shape_of(config: ModelConfig, itemsize: int = 4) -> ModelShape:
     return OperatorListModel(
         layers=len(make_operators(1)) - 2 * splits_layers, make_operators=make_operators, has_ends=splits_layers,
         heads=int(getattr(config, "heads", 1)) if splits_heads else 1, sequence=config.length if splits_heads else 1,
-        width=1, kv_heads=1, head_dim=1, ffn=0, vocab=0, tables=family.tables(config))  # fmt: skip
+        width=1, kv_heads=1, head_dim=1, ffn=0, vocab=0, tables=family.tables(config),
+        single_micro_batch=config.requires_single_micro_batch)  # fmt: skip
