@@ -67,7 +67,9 @@ class PriorityRules:
 
 
 class ListScheduler:
-    def __init__(self, problem: SchedulingProblem, rules: PriorityRules):
+    """Gives up where a rank's idle time puts its end after `deadline` seconds, or its memory exceeds its limit."""
+
+    def __init__(self, problem: SchedulingProblem, rules: PriorityRules, deadline: float = inf):
         costs, stages, ranks, retained = problem.costs, problem.costs.stages, problem.ranks, problem.retained_fraction
         self.problem, self.rules = problem, rules
         self.stage_to_rank = problem.stage_to_rank
@@ -83,26 +85,31 @@ class ListScheduler:
         self.next = {kind: [0] * stages for kind in "FIWB"}  # micro-batch, by kind of action and stage
         self.pending_weights: list[deque[int]] = [deque() for _ in range(ranks)]  # stages, by rank
         self.in_flight = [0] * ranks
+        self.memory_limits = [limit * (1.0 + 1e-9) for limit in problem.memory_limits]
         self.memory_used, self.free_at = [0.0] * ranks, [0.0] * ranks
+        self.gave_up, self.is_exact = False, True  # whether it starts each action when a simulation does
+        work = (sum(costs.forward[s] + full_backward[s] for s in own) for own in self.stages_by_rank)
+        self.idle_left = [deadline * (1.0 + 1e-9) - problem.micro_batches * seconds for seconds in work]
         self.order: dict[int, list[Action]] = {rank: [] for rank in range(ranks)}
         self.events: list[tuple[float, int]] = []
 
     def run(self) -> dict[int, list[Action]] | None:
-        """Returns each rank's actions, or None if the memory limits cause a deadlock."""
+        """Returns each rank's actions, or None if the memory limits cause a deadlock or it gives up."""
         for rank in range(self.problem.ranks):
             heappush(self.events, (0.0, rank))
-        while self.events:
+        while self.events and not self.gave_up:
             now, rank = heappop(self.events)
             if now >= self.free_at[rank]:
                 self._schedule_next(rank, now)
         done = all(n == self.problem.micro_batches for n in self.next[self.backward]) and not any(self.pending_weights)
-        return self.order if done else None
+        return self.order if done and not self.gave_up else None
 
     def _schedule_next(self, rank: int, now: float) -> None:
         forward, forward_at, blocked = self._next_forward(rank, now)
-        started, ended = self.next["F"], self.next[self.backward]
-        begun = ((self.backward_ready_at[s][ended[s]], s) for s in self.stages_by_rank[rank] if ended[s] < started[s])
-        backward_at, backward = min(begun, default=(inf, -1))
+        started, ended, backward_at, backward = self.next["F"], self.next[self.backward], inf, -1
+        for stage in self.stages_by_rank[rank]:
+            if ended[stage] < started[stage] and (at := self.backward_ready_at[stage][ended[stage]]) < backward_at:
+                backward_at, backward = at, stage
         pending, next_input_at, costs = self.pending_weights[rank], min(forward_at, backward_at), self.problem.costs
         if forward_at <= now:
             self._start("F", rank, forward, now)
@@ -119,31 +126,32 @@ class ListScheduler:
         """Returns the next stage to run, when its input arrives, and whether memory alone blocks another forward."""
         if self.in_flight[rank] >= self.rules.max_in_flight[rank]:
             return -1, inf, False
-        room = self.problem.memory_limits[rank] * (1.0 + 1e-9) - self.memory_used[rank]
-        options: list[tuple[float, int]] = []
-        blocked = False
+        room = self.memory_limits[rank] - self.memory_used[rank]
+        first, first_at, blocked, ready = -1, inf, False, -1
+        started, sizes = self.next["F"], self.problem.activation_sizes
         for stage in reversed(self.stages_by_rank[rank]):
-            micro_batch = self.next["F"][stage]
+            micro_batch = started[stage]
             if micro_batch < self.problem.micro_batches:
                 at = self.forward_ready_at[stage][micro_batch]
-                if self.problem.activation_sizes[stage] <= room:
-                    options.append((at, stage))
-                elif at <= now:
-                    blocked = True
-            room -= self.problem.activation_sizes[stage]  # reserve memory for this rank's later stages
-        ready = [stage for at, stage in options if at <= now]
-        if ready:
-            return ready[0] if self.rules.later_stages_first else ready[-1], now, blocked
-        at, stage = min(options, default=(inf, -1))
-        return stage, at, blocked
+                if sizes[stage] > room:
+                    blocked |= at <= now
+                elif at > now:
+                    first, first_at = (stage, at) if at <= first_at else (first, first_at)
+                elif ready < 0 or not self.rules.later_stages_first:
+                    ready = stage
+            room -= sizes[stage]  # reserve memory for this rank's later stages
+        return (first, first_at, blocked) if ready < 0 else (ready, now, blocked)
 
     def _start(self, kind: str, rank: int, stage: int, now: float) -> None:
         """Starts an action on the next micro-batch of its kind and stage, and delivers its result to where it goes."""
         micro_batch, end, last = self.next[kind][stage], now + self.seconds[kind][stage], len(self.stage_to_rank) - 1
         self.next[kind][stage] += 1
-        self.in_flight[rank] += {"F": 1, "W": 0}.get(kind, -1)
+        self.in_flight[rank] += 1 if kind == "F" else -(kind != "W")
         self.memory_used[rank] += self.memory_change[kind] * self.problem.activation_sizes[stage]
         self.order[rank].append(Action(stage, kind, micro_batch))
+        if kind == "W" and now > self.free_at[rank]:  # a blocked forward made it wait, as in no simulation
+            self.is_exact, self.idle_left = False, [inf] * len(self.idle_left)
+        self.idle_left[rank] -= now - self.free_at[rank]
         self.free_at[rank] = end
         heappush(self.events, (end, rank))
         if kind == "I":
@@ -154,6 +162,7 @@ class ListScheduler:
             self._deliver(self.forward_ready_at, stage + 1, micro_batch, end)
         elif kind != "W" and stage:
             self._deliver(self.backward_ready_at, stage - 1, micro_batch, end)
+        self.gave_up |= self.idle_left[rank] < 0.0 or self.memory_used[rank] > self.memory_limits[rank]
 
     def _deliver(self, ready: list[list[float]], stage: int, micro_batch: int, at: float) -> None:
         ready[stage][micro_batch] = at
@@ -173,7 +182,8 @@ def synthesize(problem: SchedulingProblem, effort: int = 200_000) -> Simulation:
     for number, rules in enumerate(_candidate_rules(problem)):
         if number * size > max(effort, 4 * size):
             break
-        candidate = _simulate_if_valid(problem, ListScheduler(problem, rules).run())
+        fastest = min(found)[0] if found else inf
+        candidate = _simulate_if_valid(problem, ListScheduler(problem, rules, fastest).run())
         if candidate is not None:
             found.append((candidate.seconds, number, rules, candidate))
             if candidate.seconds <= floor:
@@ -249,19 +259,21 @@ def _round_trips(problem: SchedulingProblem) -> list[int]:
 
 def _climb(problem: SchedulingProblem, rules: PriorityRules, best: Simulation, effort: int, floor: float) -> Simulation:
     """Randomly varies in-flight limits and gap fraction; keeps every change that is no slower."""
-    rng, max_depth = Random(0), problem.micro_batches * problem.virtual
+    rng, max_depth, seconds, order = Random(0), problem.micro_batches * problem.virtual, best.seconds, None
     for _ in range(min(300, effort // len(best.start_times))):
-        if best.seconds <= floor:
+        if seconds <= floor:
             break
         depth = list(rules.max_in_flight)
         for rank in rng.sample(range(problem.ranks), rng.choice((1, 1, min(2, problem.ranks), problem.ranks))):
             depth[rank] = max(1, min(max_depth, depth[rank] + rng.choice((-1, 1, 1, 2))))
         gap = rng.choice((rules.min_gap_fraction, rules.min_gap_fraction, *GAP_FRACTIONS))
         neighbor_rules = replace(rules, max_in_flight=tuple(depth), min_gap_fraction=gap)
-        candidate = _simulate_if_valid(problem, ListScheduler(problem, neighbor_rules).run())
-        if candidate is not None and candidate.seconds <= best.seconds:
-            rules, best = neighbor_rules, candidate
-    return best
+        scheduler = ListScheduler(problem, neighbor_rules, seconds)
+        if (found := scheduler.run()) is not None:
+            candidate = None if scheduler.is_exact else simulator.simulate(build_program(found), problem.costs)
+            if (end := candidate.seconds if candidate else max(scheduler.free_at)) <= seconds:
+                rules, order, seconds = neighbor_rules, found, end
+    return simulator.simulate(build_program(order), problem.costs) if order is not None else best
 
 
 def _merge_backwards(problem: SchedulingProblem, result: Simulation) -> Simulation:
