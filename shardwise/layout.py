@@ -258,7 +258,7 @@ def _split_batch(layout: Layout, samples: int) -> BatchSplit | str:
             return f"a rank's {per_rank} samples are not divisible by micro_batch={layout.micro_batch}"
         count = per_rank // layout.micro_batch
         return micro_batch_error(layout, count) or BatchSplit(samples, layout.micro_batch, count)
-    counts = [count for count in _divisors(per_rank) if not micro_batch_error(layout, count)]
+    counts = [count for count in divisors(per_rank) if not micro_batch_error(layout, count)]
     if not counts:
         return micro_batch_error(layout, per_rank) or "no number of micro-batches works"
     if layout.pipeline == 1:
@@ -269,6 +269,7 @@ def _split_batch(layout: Layout, samples: int) -> BatchSplit | str:
     return BatchSplit(samples, per_rank // count, count)
 
 
-def _divisors(number: int) -> list[int]:
+@cache
+def divisors(number: int) -> list[int]:
     low = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
     return low + [number // n for n in reversed(low) if n * n != number]

@@ -123,7 +123,8 @@ class Estimator:
         return max([self.memory(layout, rank).total for rank in self.stages(layout).representative_ranks])
 
     def fits(self, layout: Layout) -> bool:
-        return self.peak_memory(layout) <= self.memory_limit
+        ranks, limit = self.stages(layout).representative_ranks, self.memory_limit
+        return all(self.memory(layout, rank).total <= limit for rank in ranks)
 
     def predict_seconds(self, layout: Layout) -> float:
         return self.step_time(layout, self.pipeline_time(layout, self.schedule_time))

@@ -184,11 +184,13 @@ def _better_batch(job: Job, cluster: Cluster, best: Prediction) -> Iterator[str]
     found, fits = list[tuple[float, int, str]](), best.peak_memory <= cluster.device.memory
     nearby = {divisible_batch(job.samples + 0.5, 0.03), unit * round(job.samples / unit)}
     for samples in (nearby if fits else {world * round(job.samples / world)}) - {0, job.samples}:
-        batch = BatchConfig(samples=samples)
+        estimator = make_estimator(job.model_copy(update={"batch": BatchConfig(samples=samples)}), cluster)
+        below = best.seconds * samples / job.samples / (1 + TIE_TOLERANCE) if fits else math.inf
         with suppress(LayoutError):
-            other = search(make_estimator(job.model_copy(update={"batch": batch}), cluster), world).best[0]
-            if other.peak_memory <= cluster.device.memory:
-                found.append((samples / other.seconds * best.seconds / job.samples - 1.0, samples, str(other.layout)))
+            for other in search(estimator, world, keep=1, below=below).best:
+                if other.peak_memory <= cluster.device.memory:
+                    gain = samples / other.seconds * best.seconds / job.samples - 1.0
+                    found.append((gain, samples, str(other.layout)))
     if found and (not fits or max(found)[0] > TIE_TOLERANCE):
         yield "batch.samples={1}: {0}, in {2}".format(
             f"{max(found)[0]:.0%} faster per sample" if fits else "fits", *max(found)[1:]

@@ -14,13 +14,13 @@ from collections.abc import Iterator
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, fields, replace
-from functools import cache
-from math import inf
+from itertools import product
+from math import inf, prod
 from typing import Any
 
 from shardwise.console import pluralize
 from shardwise.errors import LayoutError
-from shardwise.layout import MAX_WORLD, Layout, micro_batch_error
+from shardwise.layout import MAX_WORLD, Layout, divisors, micro_batch_error
 from shardwise.planner.estimate import Estimator, Prediction, StagePartition
 
 MICRO_BATCHES = sorted((*(2**n for n in range(17)), 3))  # above 32 only with at most 65,536 positions
@@ -37,47 +37,60 @@ class SearchResult:
     seconds: float
 
 
-def search(estimator: Estimator, devices: int, keep: int = 10, max_pipeline: int = MAX_WORLD) -> SearchResult:
+def search(
+    estimator: Estimator, devices: int, keep: int = 10, max_pipeline: int = MAX_WORLD, below: float = inf
+) -> SearchResult:
+    """`below`: only layouts whose steps take fewer seconds are of interest; there may be none then."""
     begin = time.perf_counter()
     bases = [base for base in layout_classes(estimator, devices) if base.pipeline <= max_pipeline]
     classes = sorted(((class_lower_bound(estimator, base), base) for base in bases), key=lambda pair: pair[0])
     if not any(any(_candidate_schedules(estimator, base)) for _, base in classes):
         raise LayoutError(_no_layout_error(estimator, devices))
-    fastest, evaluated = _fastest_layouts(estimator, classes, keep)
+    fastest, evaluated = _fastest_layouts(estimator, classes, keep, below)
     best = [estimator.predict(layout) for _, layout in fastest]
     if not best:  # micro-batch 1 and full recomputation need the least memory, where they are possible
         bases = [base for _, base in classes if base.micro_batch == 1 or estimator.shape.single_micro_batch]
         layouts = [layout for base in bases for layout in class_layouts(estimator, base)]
-        by_choice = ([layout for layout in layouts if layout.recompute == choice] for choice in ("full", "none"))
-        candidates = (layout for group in by_choice for layout in sorted(group, key=estimator.peak_memory))
-        smallest = next((layout for layout in candidates if can_run(estimator, layout)), layouts[0])
-        estimator.check(smallest)  # raises what is wrong if none can run
-        best = [estimator.predict(smallest)]
+        by_choice = [[layout for layout in layouts if layout.recompute == choice] for choice in ("full", "none")]
+        if below == inf or not any(map(estimator.fits, by_choice[0])):
+            candidates = (layout for group in by_choice for layout in sorted(group, key=estimator.peak_memory))
+            smallest = next((layout for layout in candidates if can_run(estimator, layout)), layouts[0])
+            estimator.check(smallest)  # raises what is wrong if none can run
+            best = [estimator.predict(smallest)]
     return SearchResult(tuple(best), evaluated, time.perf_counter() - begin)
 
 
 def _no_layout_error(estimator: Estimator, devices: int) -> str:
     """Returns the sentence with the nearest batch and number of devices that some layout can run."""
+    (other := copy(estimator)).samples = devices  # which all degrees of data ranks divide
 
     def runs(devices: int, samples: int) -> bool:
-        (other := copy(estimator)).samples = samples
+        other.samples = samples
         return any(any(_candidate_schedules(other, base)) for base in layout_classes(other, devices))
 
-    given, steps = estimator.samples, range(1, devices + 1)
-    samples = next(n for step in steps for n in (given - step, given + step) if n > 0 and runs(devices, n))
-    count = next(n for step in steps for n in (devices - step, devices + step) if n == 1 or runs(n, given))
+    def nearest(sizes: set[int], given: int) -> list[int]:
+        return sorted(sizes, key=lambda size: (abs(size - given), size))
+
+    # A schedule runs some count of micro-batches in any range of twice as many as it has stages.
+    given, degrees = estimator.samples, {(base.data, base.pipeline) for base in layout_classes(other, devices)}
+    ranges = ((data, given // data, 2 * pipeline + 1) for data, pipeline in degrees)
+    batches = {data * n for data, count, reach in ranges for n in range(max(1, count - reach), count + reach + 1)}
+    samples = next(size for size in nearest(batches, given) if runs(devices, size))
+    splits = product(*_model_degrees(estimator), range(1, estimator.shape.stages + 1), divisors(given))
+    worlds = {world for split in splits if (world := prod(split)) <= MAX_WORLD}
+    count = next(size for size in nearest(worlds, devices) if size == 1 or runs(size, given))
     problem = f"no layout of {devices} devices can run a batch of {pluralize(given, 'sample')}"
     return f"{problem}; the nearest that work: batch.samples={samples}, or {pluralize(count, 'device')}."
 
 
-def _fastest_layouts(estimator: Estimator, classes: TimedLayouts, keep: int) -> tuple[TimedLayouts, int]:
+def _fastest_layouts(estimator: Estimator, classes: TimedLayouts, keep: int, below: float) -> tuple[TimedLayouts, int]:
     """Returns the fastest layouts that fit, with their step times, and how many layouts it examined."""
     limit, evaluated = estimator.memory_limit, 0
     optimizer_bytes = estimator.framework_profile.optimizer_bytes
     jitter = estimator.jitter(classes[0][1].world)
     fastest: TimedLayouts = []
     schedules_by_shape: dict[tuple[int, int], list[tuple[str, int, StagePartition]]] = {}
-    slowest = inf  # seconds of the last of the `keep` fastest so far
+    slowest = below  # seconds of the last of the `keep` fastest so far
     for lower_bound, base in classes:
         if lower_bound >= slowest:
             break
@@ -107,7 +120,7 @@ def _fastest_layouts(estimator: Estimator, classes: TimedLayouts, keep: int) -> 
                         continue
                     insort(fastest, (estimator.predict_seconds(layout), layout), key=lambda pair: pair[0])
                     del fastest[keep:]
-                    slowest = fastest[-1][0] if len(fastest) == keep else inf
+                    slowest = min(below, fastest[-1][0]) if len(fastest) == keep else below
     return fastest, evaluated
 
 
@@ -137,19 +150,20 @@ def class_lower_bound(estimator: Estimator, base: Layout) -> float:
 
 def layout_classes(estimator: Estimator, devices: int) -> Iterator[Layout]:
     """Yields one layout per class (degrees and micro-batch size): the one whose data ranks all replicate."""
-    shape, samples, positions = estimator.shape, estimator.samples, estimator.shape.context_positions
-    for tensor in _divisors(devices):
-        if tensor > shape.heads or shape.heads % tensor or shape.sequence % tensor:
+    shape, samples = estimator.shape, estimator.samples
+    tensors, contexts = _model_degrees(estimator)
+    for tensor in tensors:
+        if devices % tensor:
             continue
-        for pipeline in _divisors(devices // tensor):
+        for pipeline in divisors(devices // tensor):
             if pipeline > shape.stages:
                 continue
             rest = devices // tensor // pipeline
-            for context in _divisors(rest):
-                if context > 1 and (positions % context or positions // context < 2048):  # too short per rank
+            for context in contexts:
+                if rest % context:
                     continue
                 data = rest // context
-                degrees = _divisors(rest) if shape.experts else [1]
+                degrees = divisors(rest) if shape.experts else [1]
                 if samples % data:
                     continue
                 for micro_batch in [samples // data] if shape.single_micro_batch else MICRO_BATCHES:
@@ -159,6 +173,13 @@ def layout_classes(estimator: Estimator, devices: int) -> Iterator[Layout]:
                         yield Layout(
                             pipeline=pipeline, replicate=data, context=context, tensor=tensor, expert=expert,
                             micro_batch=micro_batch)  # fmt: skip
+
+
+def _model_degrees(estimator: Estimator) -> tuple[list[int], list[int]]:
+    """Returns the degrees of tensor and context that the model can be split into."""
+    shape, positions = estimator.shape, estimator.shape.context_positions
+    tensors = [n for n in divisors(shape.heads) if shape.sequence % n == 0]
+    return tensors, [n for n in divisors(positions) if n == 1 or positions // n >= 2048]  # long enough per rank
 
 
 def class_layouts(estimator: Estimator, base: Layout) -> Iterator[Layout]:
@@ -173,7 +194,7 @@ def _data_shardings(estimator: Estimator, base: Layout) -> Iterator[Layout]:
     data, domain = base.data, estimator.machine.cluster.domain_size // (base.tensor * base.context)
     if base.context % base.expert == 0:
         yield base
-    in_domain = max((n for n in _divisors(data) if n <= domain), default=1)
+    in_domain = max((n for n in divisors(data) if n <= domain), default=1)
     for shard in {data, in_domain} - {1}:
         for zero in (1, 2, 3) if shard * base.context % base.expert == 0 else ():
             yield replace(base, replicate=data // shard, shard=shard, zero=zero)
@@ -191,8 +212,3 @@ def _candidate_schedules(estimator: Estimator, base: Layout) -> Iterator[tuple[s
         layout = replace(base, schedule=schedule, virtual=virtual)
         if micro_batch_error(layout, estimator.micro_batches(base)) is None:
             yield schedule, virtual
-
-
-@cache
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]

@@ -20,7 +20,7 @@ TITLE, TRAINING, COSTS, ENDING = (
 )
 
 
-def show_plan(plan: Plan, console: Console, price: float | None = None) -> None:
+def show_plan(plan: Plan, console: Console, costs: list[str]) -> None:
     console.print(title(plan), highlight=False, soft_wrap=True)
     console.print(layouts_table(plan))
     for number, (prediction, why) in enumerate(zip(plan.layouts, plan.reasons, strict=True), start=1):
@@ -28,7 +28,7 @@ def show_plan(plan: Plan, console: Console, price: float | None = None) -> None:
         for line in (told, f"     exposed: {format_exposed(prediction) or 'nothing'}"):
             console.print(fill(line, console.width, subsequent_indent=" " * 5), highlight=False)
     console.print(memory_table(plan.best))
-    facts = {"plan": plan, "training": training_summary(plan), "costs": cost_lines(plan, price)}
+    facts = {"plan": plan, "training": training_summary(plan), "costs": costs}
     for line in fill_in(ENDING, facts).splitlines():
         console.print(line, highlight=False)
 

@@ -215,7 +215,6 @@ class _PeakCandidates:
         """Yields the bytes of each candidate, with `drop` micro-batches fewer in flight."""
         k, s = self.k, self.engine.itemsize
         saved = [self.saved_bytes(stage) for stage in self.stages]
-        half_saved = [self.half_backward_bytes(stage) for stage in self.stages]
         block = (self.recomputed if self.kept_fraction < 1 else 0.0) + k.ffn_hidden + s * k.largest_matrix
         if self.engine.compiles_blocks(self.layout):
             # The compiler recomputes the FFN's hidden activation, and holds the gradients of both its inputs at once.
@@ -234,7 +233,7 @@ class _PeakCandidates:
             in_flight = tuple(n - drop for n in in_flight)
             total = sum([n * size for n, size in zip(in_flight, saved)])
             if any(pending):
-                total += sum([n * size for n, size in zip(pending, half_saved)])
+                total += sum([n * self.half_backward_bytes(stage) for n, stage in zip(pending, self.stages) if n])
                 yield total + self.weight_half_itemsize * k.largest_matrix
             yield total + max([size if n else 0.0 for n, size in zip(in_flight, backward_bytes)])
             if in_flight[-1] and self.stages[-1].last and self.layout.pipeline > 1:
