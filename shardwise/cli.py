@@ -167,9 +167,10 @@ def plan(
         plan_result, _ = choose_plan(load_job(job_file, settings), devices)
     else:
         plan_result = plan_job(job_file, settings, cluster, devices, None if layout == "auto" else layout)
+    statements = cost_lines(plan_result, price)
     with (console := Console()).capture() as shown:
-        show_plan(plan_result, console, price)
-    facts = plan_result.as_dict() | {"price": price, "statements": cost_lines(plan_result, price)}
+        show_plan(plan_result, console, statements)
+    facts = plan_result.as_dict() | {"price": price, "statements": statements}
     return Answer(facts, shown.get().rstrip("\n"))
 
 

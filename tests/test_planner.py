@@ -169,6 +169,21 @@ def test_a_batch_that_no_layout_can_run_is_told_with_the_nearest() -> None:
     assert make_plan(job, CLUSTERS["h100"], 62).best
 
 
+@pytest.mark.parametrize(("devices", "nearest"), [(99_999, r"33333, or 1,280"), (10**6, r"25000, or 1,280")])
+def test_that_is_told_at_once_of_many_devices_too(devices: int, nearest: str) -> None:
+    """They were tried one by one, for minutes."""
+    with pytest.raises(LayoutError, match=rf"32 samples; the nearest that work: batch.samples={nearest} devices\."):
+        make_plan(make_job({"model": {"name": "gpt"}, "batch": {"samples": 32}}), CLUSTERS["h100"], devices)
+
+
+@pytest.mark.parametrize("cluster", [[], ["--cluster", "h100"]])
+def test_a_layout_of_another_number_of_devices_is_told(cluster: list[str]) -> None:
+    result = CliRunner().invoke(app, ["plan", "--layout", "shard=4", "--devices", "2", *cluster])
+    assert isinstance(result.exception, LayoutError) and "4 devices, not 2; leave --devices out" in str(
+        result.exception
+    )
+
+
 def test_no_other_choice_that_fits_is_faster_than_the_best() -> None:
     """16 tensor ranks and 8 key-value heads: the weights of attention are on every rank, and do not fit."""
     plan = plan_job(None, ["model.name=llama3-70b", "batch.samples=1", "precision=bf16"], "h100", 64, None)

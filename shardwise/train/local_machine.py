@@ -143,7 +143,7 @@ def choose_plan(job: Job, world_size: int | None = None, at_most: bool = False) 
     if job.layout != "auto":
         layout = Layout.parse(job.layout)
         cluster, source = local_cluster(job, int(os.environ.get("LOCAL_WORLD_SIZE", world_size or layout.world)))
-        return make_plan(job, cluster, layout=str(layout)), source
+        return make_plan(job, cluster, world_size, str(layout)), source
     max_devices = world_size or local_process_count(job)
     counts = [*range(max_devices, 0, -1)]
     if max_devices > MAX_COUNTS:
