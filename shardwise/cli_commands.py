@@ -59,7 +59,7 @@ def _with_common_options(function: Callable[..., Answer | None]) -> Callable[...
         if text := json.dumps(answer.data) if as_json else (quiet and answer.result) or answer.text:
             print_answer(text)
         if not answer.ok:
-            raise Exit(1)
+            raise Exit(answer.exit_code)
 
     added = [Parameter(name, Parameter.KEYWORD_ONLY, default=False, annotation=kind) for name, kind in common.items()]
     run.__signature__ = given.replace(parameters=[*given.parameters.values(), *added])  # type: ignore[attr-defined]
@@ -192,7 +192,8 @@ def tune(
     module = quick_import("shardwise.launch.tune")
     out = out or Path("runs", f"tune-{job_file.stem if job_file else 'job'}")
     found = module.tune_job(job, top, minutes, out, print_line)
-    return Answer(found, fill_in(Path(module.__file__).parent / "templates" / "tune.txt", found))
+    text = fill_in(Path(module.__file__).parent / "templates" / "tune.txt", found)
+    return Answer(found, text, not found["stopped"], exit_code=130)
 
 
 def preflight(folder: Path) -> Answer | None:

@@ -15,13 +15,14 @@ CLEAR = "\x1b[K"  # a terminal clears the rest of the line
 
 
 class Answer(NamedTuple):
-    """What a command found: `data` is printed with --json, `text` without. If not `ok`, it exits with 1. `result` is
-    printed with --quiet, if the text is more than that, or has been printed line by line."""
+    """What a command found: `data` is printed with --json, `text` without. `result` is printed with --quiet, if the
+    text is more than that, or has been printed line by line. If not `ok`, the command exits with `exit_code`."""
 
     data: Any
     text: str = ""
     ok: bool = True
     result: str = ""
+    exit_code: int = 1
 
 
 def print_line(text: str) -> None:

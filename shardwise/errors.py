@@ -40,6 +40,10 @@ class RunError(ShardwiseError):
     """Something failed during a run: exit code 1."""
 
 
+class StoppedError(RunError):
+    """A run was asked to stop and could not save."""
+
+
 def suggest(word: str, known: Iterable[str]) -> str:
     """Returns a clause that suggests the known words that begin with a given one or, if none does, the one closest to
     it; or lists them all (thirty at most)."""

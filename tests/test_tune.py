@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -47,12 +48,36 @@ def test_the_fastest_is_kept_and_what_cannot_run_is_listed(tmp_path: Path, monke
     assert max(map(len, said[said.index(" per step") :].splitlines())) <= 80
     best = load_job(Path("runs/tune-job/best.toml"))
     assert best.optimizer.lr == 1e-3 and Layout.parse(best.layout).world == 2 and best.layout != str(planted[0])
-    assert best.run.cluster == "runs/tune-job/cluster.toml" and best.run.folder == "run" and best.steps is None
+    assert best.run.cluster == str(tmp_path / "runs/tune-job/cluster.toml")  # to be found from any folder
+    assert best.run.folder == "run" and best.steps is None
     assert sorted(path.name for path in Path("runs/tune-job").iterdir()) == ["best.toml", "cluster.toml", "tune.html"]
     page = Path("runs/tune-job/tune.html").read_text()
     words = " ".join(ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>\n")).itertext())
     assert best.layout in words and "ran out of memory" in words and "http" not in page.replace("http-equiv", "")
     assert not call(monkeypatch, "plan", "runs/tune-job/best.toml", "--cluster", "runs/tune-job/cluster.toml")
+
+
+def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, monkeypatch, capsys) -> None:
+    """The first layout is measured; then either the launcher's handler or this process has the signal."""
+    monkeypatch.chdir(tmp_path)
+    launch, launched = tune.launch, list[Layout]()
+
+    def stopped_launch(folder: RunFolder, layout: Layout, *rest) -> int:
+        launched.append(layout)
+        return launch(folder, layout, *rest) if len(launched) == 1 else signal.SIGINT
+
+    monkeypatch.setattr(tune, "launch", stopped_launch)
+    Path("job.toml").write_text(JOB)
+    assert call(monkeypatch, "tune", "job.toml", "-o", "out") == 130
+    said = capsys.readouterr().out
+    assert "Stopped by Ctrl-C: this is what was measured until then" in said and "predicted" in said
+    assert f"{launched[1]}: not measured" in " ".join(said.split()) and "the time was up" not in said
+    assert Layout.parse(load_job(Path("out/best.toml")).layout) == launched[0]
+    assert "stopped by Ctrl-C" in Path("out/tune.html").read_text()
+    monkeypatch.setattr(tune, "launch", lambda *_: signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        tune.tune_job(load_job(Path("job.toml")), 2, 1.0, Path("other"), print)
+    assert not list(Path("other").iterdir())
 
 
 def test_machines_read_it_too(tmp_path: Path, monkeypatch, capsys) -> None:

@@ -240,7 +240,7 @@ def _plan_layout(job: Job, nodes: int, world_size: int | None) -> tuple[Layout, 
         prepare(job, given)  # before the planner, which rejects layouts for other reasons
         fixed = given if given.schedule not in AUTO_SCHEDULES else None
     try:
-        local_world = local_machine.local_process_count(job) * nodes if nodes > 1 else None
+        local_world = local_machine.local_process_count(job) * nodes if nodes > 1 and job.layout == "auto" else None
         plan, source = local_machine.choose_plan(job, world_size or local_world)
     except LayoutError as error:
         if fixed is None:
@@ -291,12 +291,13 @@ def check_layout_fits(layout: Layout, job: Job, nodes: int = 1, world_size: int 
 def launch(
     folder: RunFolder, layout: Layout, resume: bool, fork_server: ForkServer | None, entry: str = WORKER_ENTRY_POINT,
     environment: ClusterEnvironment | None = None,
-) -> None:  # fmt: skip
+) -> int:  # fmt: skip
     """Runs the training to its end, with restarts; raises the last failure once they are used up. `entry` is the
-    function that each worker calls; workers are forked from `fork_server`, if this process is not one of them."""
+    function that each worker calls; workers are forked from `fork_server`, if this process is not one of them. Returns
+    the signal that asked it to stop, or 0."""
     if fork_server is None:
         _run_in_existing_world(folder, layout, resume)
-        return
+        return 0
     folder.clear_errors()
     job, log_event = folder.job(), partial(folder.tell_event, print_line)
     worker_pool = WorkerPool(folder.path, fork_server, layout.world)
@@ -319,6 +320,7 @@ def launch(
         worker_pool.close()
         for number, handler in previous_handlers.items():
             signal.signal(number, handler)
+    return supervisor.stop_signal
 
 
 def has_finished(folder: RunFolder) -> bool:

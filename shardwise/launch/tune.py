@@ -20,7 +20,7 @@ from typing import Any
 
 from shardwise.cluster import GIB, Cluster, write_cluster
 from shardwise.console import fill_in, format_seconds, pluralize
-from shardwise.errors import RunError, ShardwiseError
+from shardwise.errors import RunError, ShardwiseError, StoppedError
 from shardwise.files import write_text
 from shardwise.job import Job
 from shardwise.launch import worker
@@ -80,17 +80,17 @@ class Candidate:
         return math.inf if self.problem or not self.runs else sorted(map(quick_step, self.runs))[len(self.runs) // 4]
 
     @property
-    def error(self) -> float:
+    def spread(self) -> float:
         """How far the next run, or the median step of a single one, is from that; relative."""
         _, slower, *_ = [*sorted(map(quick_step, self.runs))[len(self.runs) // 4 :], statistics.median(self.runs[-1])]
         return slower / self.seconds - 1.0
 
     def may_be_faster_than(self, other: "Candidate") -> bool:
-        return (1.0 - 2 * self.error) * self.seconds < (1.0 + 2 * other.error) * other.seconds
+        return (1.0 - 2 * self.spread) * self.seconds < (1.0 + 2 * other.spread) * other.seconds
 
     def as_dict(self) -> dict[str, Any]:
         planned = {"predicted_seconds": self.planned.seconds, "predicted_memory_gib": self.planned.peak_memory / GIB}
-        measured = {"seconds": self.seconds, "error": self.error} if self.seconds < math.inf else {}
+        measured = {"seconds": self.seconds, "spread": self.spread} if self.seconds < math.inf else {}
         return {"layout": str(self.layout), "problem": self.problem, "memory_gib": self.memory,
                 "steps": sum(map(len, self.runs)), **planned, **measured}  # fmt: skip
 
@@ -125,13 +125,13 @@ class Tuner:
         write_text(folder.path / "job.toml", job.model_copy(update=values).to_toml())
         folder.write_data(self.record, *self.sources)
         try:
-            launch(folder, candidate.layout, False, self.fork_server, f"{__name__}:rehearse")
+            if launch(folder, candidate.layout, False, self.fork_server, f"{__name__}:rehearse"):
+                raise KeyboardInterrupt
+        except StoppedError:
+            raise KeyboardInterrupt from None
         except ShardwiseError as error:
             candidate.problem = describe_failure(folder, str(error))
             return
-        stops = [event["message"] for event in folder.events() if event["event"] == "stopped"]
-        if signal.SIGALRM.name not in stops[-1]:
-            raise RunError(f"tune was stopped: {stops[-1].partition(',')[0]}.")
         rows = list(folder.metrics())
         candidate.runs.append([row["seconds"] for row in rows[min(WARMUP_STEPS, len(rows) // 2) :]])
         candidate.memory = max(candidate.memory, *(row["memory_gib"] for row in rows))
@@ -159,8 +159,8 @@ class Tuner:
         self.candidates += found
         return found
 
-    def run(self, top: int) -> Cluster:
-        """Measures `top` layouts, the planner's choice first, the better ones again. Returns the refined cluster."""
+    def run(self, top: int) -> None:
+        """Measures `top` layouts, the planner's choice first, the better ones again."""
         best: dict[Any, Prediction] = {}  # of each combination of degrees
         for layout, prediction in self.planned.items():
             degrees = layout.pipeline, layout.context, layout.tensor, layout.expert, layout.shard > 1
@@ -182,7 +182,6 @@ class Tuner:
             self.say(f"those that may be the fastest again, for {steps} steps each")
             self.measure_all(left, steps)
             self.finalists, left = left, [one for one in self.ranking() if one in left]
-        return self.refined()
 
     def ranking(self) -> list[Candidate]:
         """Returns the candidates that were measured: the fastest of the last round first, then all others."""
@@ -215,18 +214,26 @@ def tune_job(job: Job, top: int, minutes: float, out: Path, say: Callable[[str],
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out) as runs, closing(ForkServer(__name__)) as fork_server:
         tuner = Tuner(plan, fork_server, Path(runs), begin + 60.0 * minutes, say)
-        cluster = tuner.run(top)
+        try:
+            tuner.run(top)
+            stopped = False
+        except KeyboardInterrupt:
+            if not tuner.ranking():
+                raise
+            stopped = True  # what was measured is kept
+        cluster = tuner.refined()
     ranking, first = tuner.ranking(), tuner.candidates[0]
     if not ranking:
         raise RunError(f"no layout could be measured; '{first.layout}': {first.problem or 'the time was up'}.")
     files = {"job": out / "best.toml", "cluster": out / "cluster.toml", "page": out / "tune.html"}
     write_cluster(cluster, files["cluster"])
-    run = job.run.model_copy(update={"cluster": str(files["cluster"])})
+    run = job.run.model_copy(update={"cluster": str(files["cluster"].absolute())})
     write_text(files["job"], job.model_copy(update={"layout": str(ranking[0].layout), "run": run}).to_toml())
     estimator, others = make_estimator(job, cluster), [one for one in tuner.candidates if one not in ranking]
     rows = [one.as_dict() | {"refined_seconds": estimator.predict_seconds(one.layout)} for one in (*ranking, *others)]
     found = {"model": job.model.name, "where": where, "seconds": time.monotonic() - begin, "candidates": rows,
-             "planned": str(first.layout), "constants": cluster.measured, "constants_before": plan.cluster.measured,
+             "stopped": stopped, "planned": str(first.layout),
+             "constants": cluster.measured, "constants_before": plan.cluster.measured,
              "indistinguishable": sum(one.may_be_faster_than(ranking[0]) for one in ranking[1:])}  # fmt: skip
     found |= {name: str(path) for name, path in files.items()}
     style = (ASSETS / "page.css").read_text(encoding="utf-8")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.console import format_ranks, pluralize, signal_name
-from shardwise.errors import RunError, ShardwiseError, UserError
+from shardwise.errors import RunError, ShardwiseError, StoppedError, UserError
 from shardwise.workers import diagnosis
 from shardwise.workers.worker_pool import WorkerGroup, WorkerPool
 
@@ -228,8 +228,8 @@ class Supervisor:
             if failure.kind == "failed":
                 raise failure.to_exception()
             if not failure.step:
-                raise RunError(f"stopped by {signal_name(self.stop_signal)} before training began.")
-            raise RunError(f"while stopping on {signal_name(self.stop_signal)}: {failure.message}")
+                raise StoppedError(f"stopped by {signal_name(self.stop_signal)} before training began.")
+            raise StoppedError(f"while stopping on {signal_name(self.stop_signal)}: {failure.message}")
         latest_step = self._latest_step()
         made_progress, at_fault = latest_step > self.max_step, set(failure.ranks)
         self.suspect_ranks = at_fault if made_progress else self.suspect_ranks & at_fault
