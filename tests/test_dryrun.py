@@ -242,6 +242,9 @@ PLANNED = [
     (LLAMA, "bf16", "pipeline=2 shard=2 schedule=gpipe", 3),
     (LLAMA, "bf16", "pipeline=3 shard=2 zero=3 schedule=auto", 4),
     (GPT, "bf16", "pipeline=2 tensor=2 schedule=auto-v", 4),
+    (GPT, "float32", "context=2 recompute=selective", 1),
+    (GPT, "bf16", "pipeline=2 context=2 schedule=zero-bubble", 4),
+    (LLAMA, "bf16", "pipeline=2 context=2 tensor=2 schedule=gpipe", 3),
 ]
 
 
@@ -281,13 +284,15 @@ FEW_HEADS = {"name": "gpt", "layers": 8, "width": 2048, "heads": 16, "kv_heads":
     "text",
     ["shard=4 context=2 zero=1", "shard=4 context=2 zero=2 recompute=full", "shard=4 expert=4 zero=2 recompute=full",
      "shard=4 context=2 zero=3", "shard=4 context=2 tensor=8 zero=3 recompute=full",
-     "pipeline=2 shard=4 context=2 zero=2 schedule=interleaved virtual=2 recompute=full"],
+     "pipeline=2 shard=4 context=2 zero=2 schedule=interleaved virtual=2 recompute=full",
+     "expert=2 shard=2 pipeline=2", "expert=2 shard=2 pipeline=2 schedule=gpipe",
+     "context=2 pipeline=2 schedule=zero-bubble recompute=full", "expert=2 shard=2 pipeline=3 schedule=zbv"],
 )  # fmt: skip
 def test_memory_in_closed_form_is_what_the_engine_needs(text: str) -> None:
     """With context or expert parallelism, within 10%; also if each tensor rank has all weights of too few heads."""
     layout = Layout.parse(f"{text} micro_batch=1")
-    model = MOE if layout.tensor == layout.pipeline == 1 else FEW_HEADS
-    job = make_job({"model": model, "batch": {"samples": 8}, "precision": "bf16", "compile": False})
+    model = MOE if "tensor" not in text and "interleaved" not in text else FEW_HEADS
+    job = make_job({"model": model, "batch": {"samples": 4 * layout.data}, "precision": "bf16", "compile": False})
     reports = run_world(every_stage, 1, job, layout)[0]
     estimator = make_estimator(job, find_cluster("h100"))
     for memory, report in zip(estimator.predict(layout).memory, reports, strict=True):

@@ -34,6 +34,15 @@ def forward_flops(config: ModelConfig) -> tuple[float, ...]:
     return tuple(family_of(config).forward_flops(config))
 
 
+@lru_cache(maxsize=64)
+def split_shapes(config: ModelConfig, seed: int, degree: int) -> dict[str, torch.Size]:
+    """Returns the shape of each parameter before it is split; raises LayoutError if this tensor degree cannot."""
+    model = meta_model(config, seed)
+    shapes = {name: weight.shape for name, weight in model.named_unique_parameters()}
+    tensor.check(model.sharding_plan, shapes, config.length, degree)
+    return shapes
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A job, validated for a layout."""
@@ -65,8 +74,7 @@ def prepare(job: Job, layout: Layout) -> Prepared:
     config = job.model
     check_refusals(job, layout)
     model = meta_model(config, job.seed)
-    shapes = {name: weight.shape for name, weight in model.named_unique_parameters()}
-    tensor.check(model.sharding_plan, shapes, config.length, layout.tensor)
+    shapes = split_shapes(config, job.seed, layout.tensor)
     expert.check(config, layout)
     context.check(config, layout)
     gradient_reduction.check(job.gradient, layout)

@@ -1,14 +1,14 @@
 """Predicts step time and memory of a layout in closed form, fast enough for a search over many layouts; only the
 pipeline schedules of those that can be among the best are simulated."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from math import log2
 from typing import NamedTuple
 
 from shardwise.layout import AUTO_SCHEDULES, V_SHAPED, Layout
 from shardwise.planner.costs import cached_by, memory_model
-from shardwise.planner.costs.engine_memory import EngineModel
+from shardwise.planner.costs.engine_memory import EngineModel, stage_layers
 from shardwise.planner.costs.machine import BlockTimeModel, KernelProfile, Machine, ModuleTime, ParallelDegrees
 from shardwise.planner.costs.memory_model import FrameworkProfile, MemoryInputs, RankMemory, StageLayers
 from shardwise.planner.costs.model_shape import ModelShape
@@ -85,6 +85,7 @@ class Estimator:
         self.reduced_gradient_bytes = framework_profile.gradient_bytes
         self.schedule_time: ScheduleTime = step_seconds
         self.check: Callable[[Layout], object] = lambda layout: None  # raises LayoutError if the job cannot run in it
+        self.layer_costs: Sequence[float] = ()  # of embedding, layers and head, by which our engine cuts stages
         self.loss_chunk = 0  # positions whose logits a fused loss has at once; 0: all
         self.memory_limit = machine.device.memory  # largest predicted peak that counts as fitting
 
@@ -97,13 +98,13 @@ class Estimator:
 
     def memory(self, layout: Layout, rank: int) -> RankMemory:
         engine, micro_batches = self.engine, self.micro_batches(layout)
-        if engine is not None and layout.context == layout.expert == 1:
+        if engine is not None:
             is_auto = self.is_auto_schedule(layout)
             peaks = self.auto_schedule(layout).program.peak_in_flight(rank) if is_auto else None
             return engine.memory(layout, rank, micro_batches, self.framework_profile, peaks)
-        inputs, stage = self.memory_inputs(layout), self.stages(layout).ranks[rank]
+        inputs, stages = self.memory_inputs(layout), [self.stages(layout).stages[n] for n in layout.stages_of(rank)]
         profiles = self.framework_profile, self.kernel_profile.itemsize
-        return memory_model.rank_memory(inputs, *profiles, layout, rank, stage, micro_batches)
+        return memory_model.rank_memory(inputs, *profiles, layout, rank, stages, micro_batches)
 
     @staticmethod
     def is_auto_schedule(layout: Layout) -> bool:
@@ -206,10 +207,10 @@ class Estimator:
 
     @cached_by(lambda _, layout: (layout.pipeline, layout.stages_per_rank, layout.schedule in V_SHAPED, layout.stages))
     def stages(self, layout: Layout) -> StagePartition:
-        """Returns our engine's stages; without an `EngineModel` the user's, or stages as equal as possible."""
+        """Returns our engine's stages; of other software the user's, or stages as equal as possible."""
         p = layout.pipeline
-        if self.engine is not None:
-            stages = self.engine.stages(layout)
+        if self.layer_costs:
+            stages = stage_layers(layout, self.layer_costs)
         else:
             blocks, last = list(layout.stages) or [0] * layout.stage_count, layout.stage_count - 1
             for rank, count in enumerate(split_evenly(self.shape.layers, p)) if not layout.stages else ():
@@ -218,7 +219,8 @@ class Estimator:
             stages = tuple(StageLayers(n, stage == 0, stage == last) for stage, n in enumerate(blocks))
         parts = (zip(*(stages[stage] for stage in layout.stages_of(rank))) for rank in range(p))
         ranks = tuple(StageLayers(sum(blocks), any(first), any(last)) for blocks, first, last in parts)
-        representatives = {min(1, p - 1)}
+        # In a V the fullest can be any rank.
+        representatives = {*range(p)} if layout.schedule in V_SHAPED else {min(1, p - 1)}
         for rank_layers in set(ranks):
             representatives |= {ranks.index(rank_layers), p - 1 - ranks[::-1].index(rank_layers)}
         return StagePartition(stages, ranks, tuple(sorted(representatives)), tuple(set(ranks)))
@@ -258,6 +260,7 @@ class Estimator:
         block_weights = (1 - share) * (dense_weights / t) + share * (shape.non_expert_weights / t)
         if self.engine is not None:  # whose tensor ranks have all weights of an attention with too few heads
             block_weights = sum(self.engine.params_by_module(t)["block"].values())
+        positions = tokens * shape.logit_fraction
         return MemoryInputs(
             block_weights=block_weights,
             expert_weights=share * shape.expert_weights / layout.expert / self.parallel_degrees(layout).expert_tensor,
@@ -265,7 +268,9 @@ class Estimator:
             last_weights=0.0 if shape.tied and layout.pipeline == 1 else head_weights,
             saved_per_block=saved_by_policy.get(layout.recompute, partly),
             recomputed_per_block=operands + (0.0 if layout.recompute == "none" else saved_all),
-            logits=self.logits_bytes(layout, tokens * shape.logit_fraction),
+            pending_per_block=saved_all + memory_model.pending_gradient_bytes(shape, itemsize, layout),
+            logits=self.logits_bytes(layout, positions),
+            saved_logits=itemsize * positions * shape.vocab / t if self.loss_chunk else 0.0,
             hidden_bytes=hidden_bytes, recv_buffer_bytes=hidden_bytes / t, kept_fraction=kept_fraction)  # fmt: skip
 
     def logits_bytes(self, layout: Layout, positions: float) -> float:

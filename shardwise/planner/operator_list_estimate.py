@@ -78,13 +78,14 @@ class OperatorListEstimator(Estimator):
         kept_fraction, is_selective = layout.kept_fraction, layout.recompute == "selective"
         saved = min(saved_all, matmul_outputs + inputs) if is_selective else kept_fraction * saved_all
         hidden_bytes = max(module.output_bytes for module in (*first, *blocks))
-        first_weights = sum(module.parameters for module in first)
+        first_weights, logits = sum(module.parameters for module in first), sum(module.saved_bytes for module in last)
         return MemoryInputs(
             typical(module.parameters for module in blocks), 0.0, first_weights,
             last_weights=sum(module.parameters for module in last),
             saved_per_block=saved + (1 - kept_fraction) * inputs,
             recomputed_per_block=0.0 if layout.recompute == "none" else max(module.saved_bytes for module in blocks),
-            logits=sum(module.saved_bytes for module in last), hidden_bytes=hidden_bytes,
+            pending_per_block=saved_all + matmul_outputs + attention,
+            logits=logits, saved_logits=logits, hidden_bytes=hidden_bytes,
             recv_buffer_bytes=hidden_bytes, kept_fraction=kept_fraction, head_weights=first_weights)  # fmt: skip
 
     def data(self, layout: Layout, dense_weights: float, experts: float, last_pass: float) -> float:

@@ -18,7 +18,7 @@ from shardwise.layout import Layout, divisible_batch, micro_batch_error, solve_b
 from shardwise.models.config import CODE_BYTES
 from shardwise.models.loss import loss_chunk_size
 from shardwise.optim.adamw import BUFFERS, PART
-from shardwise.parallel.prepare import meta_model, prepare
+from shardwise.parallel.prepare import forward_flops, meta_model, prepare
 from shardwise.parallel.torch_pipelining import PipelineOrder
 from shardwise.planner.costs.engine_memory import EngineModel
 from shardwise.planner.costs.machine import KernelProfile, Machine, efficiency_of
@@ -255,6 +255,7 @@ def make_estimator(job: Job, cluster: Cluster) -> Estimator:
             offloads_activations=job.offload_activations)  # fmt: skip
     estimator = estimator_class(machine, shape, kernel_profile, job.samples, framework_profile, engine)
     estimator.check = partial(prepare, job)
+    estimator.layer_costs = () if isinstance(shape, OperatorListModel) else forward_flops(job.model)
     estimator.loss_chunk = loss_chunk_size(shape.vocab) if shape.vocab else 0
     estimator.memory_limit /= HIGHEST  # recommend only what fits at the upper end
     return estimator

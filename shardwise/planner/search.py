@@ -116,11 +116,11 @@ def _fastest_layouts(estimator: Estimator, classes: TimedLayouts, keep: int, bel
                     layout = _replace_unchecked(candidate, schedule=schedule, virtual=virtual)
                     if not estimator.fits(layout) or estimator.min_seconds(layout) >= slowest:
                         continue
-                    if not can_run(estimator, layout):
-                        continue
-                    insort(fastest, (estimator.predict_seconds(layout), layout), key=lambda pair: pair[0])
-                    del fastest[keep:]
-                    slowest = min(below, fastest[-1][0]) if len(fastest) == keep else below
+                    seconds = estimator.predict_seconds(layout)
+                    if seconds < slowest and can_run(estimator, layout):
+                        insort(fastest, (seconds, layout), key=lambda pair: pair[0])
+                        del fastest[keep:]
+                        slowest = min(below, fastest[-1][0]) if len(fastest) == keep else below
     return fastest, evaluated
 
 

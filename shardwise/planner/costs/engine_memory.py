@@ -35,9 +35,7 @@ class EngineModel:
     @cached_by(lambda _, layout: (layout.stage_count, layout.stages))
     def stages(self, layout: Layout) -> tuple[StageLayers, ...]:
         """Returns the stages that training runs. Layer 0 is the embedding, the last layer the head."""
-        spans = cut_stages(layout, self.layer_costs)
-        modules = [(stop - start, start == 0, stop == len(self.layer_costs)) for start, stop in spans]
-        return tuple(StageLayers(n - first - last, first, last) for n, first, last in modules)
+        return stage_layers(layout, self.layer_costs)
 
     @cached_by(lambda _, tensor: tensor)
     def params_by_module(self, tensor: int) -> dict[str, dict[str, int]]:
@@ -63,10 +61,12 @@ class EngineModel:
         softmax_stats = self.master_itemsize * tokens * m.heads / t  # log-sum-exp of each query
         hidden, num_up_projections = s * tokens * m.ffn / t, 2 if m.activation == "swiglu" else 1
         shared = hidden_bytes + 2 * query + kv + softmax_stats + num_up_projections * hidden
+        shared += query / 2 if layout.context > 1 else 0.0  # of the parts of attention
         # Rotary embeddings copy queries and keys; attention's output is then laid out by head, which adds another copy.
         rope_copies = 0.0
         if m.positions == "rotary":
-            rope_copies = 2 * query + kv / 2 + 4 * self.master_itemsize * m.sequence * m.head_dim / 2
+            copies = (2 if layout.context == 1 else 1) * query + kv / 2
+            rope_copies = copies + 4 * self.master_itemsize * m.sequence * m.head_dim / 2
         gathered_inputs = 2 * gathered_hidden_bytes if t > 1 else 0.0
         sizes = {module: sum(numels.values()) for module, numels in params.items()}
         lm_head = next(numel for name, numel in params["head"].items() if name.endswith("project.weight"))
@@ -98,8 +98,7 @@ class EngineModel:
         sharded_bytes = self.master_itemsize * (2 - unsharded) + state_bytes
         bytes_per_weight = self.master_itemsize * unsharded + sharded_bytes / (layout.shard * layout.context)
         saved = {"none": k.saved_all, "selective": k.saved_selective}.get(layout.recompute, k.hidden_bytes)
-        keeps_saved = micro_batches > 1 and layout.context == layout.expert == 1
-        embed, head, kept = k.embed, k.head - k.tied, k.block * bytes_per_weight + (saved if keeps_saved else 0.0)
+        embed, head, kept = k.embed, k.head - k.tied, k.block * bytes_per_weight + (saved if micro_batches > 1 else 0.0)
         return max([n * kept + bytes_per_weight * (first * embed + last * head) for n, first, last in ranks])
 
     def memory(
@@ -115,7 +114,7 @@ class EngineModel:
         fsdp = peaks.fsdp
         head = k.head - k.tied * any(p.first and p.last for p in stages_of_rank)
         numel = sum(p.blocks * k.block + p.first * k.embed + p.last * head for p in stages_of_rank)
-        sharded_numel = numel / layout.shard
+        sharded_numel = numel / layout.weight_shards
         weights, gradients = float(w * numel), w * (sharded_numel if fsdp else numel)
         if self.keeps_compute_copy(layout):
             weights, gradients = float((w + s) * numel), float((s if micro_batches == 1 else w) * numel)
@@ -130,14 +129,16 @@ class EngineModel:
         buffers += framework_profile.buffer_bytes
         peak = max(peaks.candidate_bytes(in_flight_peaks))
         largest_bucket = max(k.largest_param, min(numel, BUCKET_BYTES / w))
-        update = 0.0 if fsdp or layout.data == 1 else w * largest_bucket * (1 + 1 / layout.shard)
+        update = (
+            0.0 if fsdp or layout.data == layout.context == 1 else w * largest_bucket * (1 + 1 / layout.weight_shards)
+        )
         is_ddp = layout.replicate == layout.world > 1  # its buckets are allocated from the start
         if not (is_ddp or peaks.offloads) and in_flight_peaks[0][0] == (micro_batches,):
             # All micro-batches run forward before any backward: gradients are allocated as activations are freed.
             without_gradients = max(peaks.candidate_bytes(in_flight_peaks, drop=1), default=0.0)
             if stages_of_rank[0].first:
                 # The first embedding gradient is not accumulated into an existing one.
-                first = peaks.embed_grad_bytes() - w * k.embed / (layout.shard if fsdp else 1)
+                first = peaks.embed_grad_bytes() - w * k.embed / (layout.weight_shards if fsdp else 1)
                 saved = (micro_batches - 1) * peaks.saved_bytes(stages_of_rank[0])
                 without_gradients = max(without_gradients, first + saved)
             if peak > gradients + max(without_gradients, update):
@@ -180,6 +181,12 @@ class BlockSizes(NamedTuple):
     fp8_inputs: float  # bytes of the 8-bit inputs of a block's matmuls, which its forward saves for the backward
 
 
+def stage_layers(layout: Layout, costs: Sequence[float]) -> tuple[StageLayers, ...]:
+    """Returns the modules of each stage. `costs`: of embedding, layers and head, in this order."""
+    modules = [(stop - start, start == 0, stop == len(costs)) for start, stop in cut_stages(layout, costs)]
+    return tuple(StageLayers(n - first - last, first, last) for n, first, last in modules)
+
+
 class _PeakCandidates:
     """Bytes beyond weights, gradients and optimizer state at the moments that can be a rank's peak."""
 
@@ -207,7 +214,7 @@ class _PeakCandidates:
         self.gathered_weights = 2 * s * k.block if self.is_zero3 else 0.0
         self.grad_reduce_bytes = 0.0
         if self.fsdp:
-            kept_itemsize = max(w / layout.shard, s if self.is_zero3 else 0)
+            kept_itemsize = max(w / layout.weight_shards, s if self.is_zero3 else 0)
             self.grad_reduce_bytes = w * k.block + kept_itemsize * k.block + self.gathered_weights / 2
             self.grad_reduce_bytes -= k.saved_all if self.kept_fraction else self.saved_recomputed
 
@@ -291,13 +298,13 @@ class _PeakCandidates:
         FSDP everything that the micro-batch saved (`saved` bytes)."""
         k, s, w = self.k, self.engine.itemsize, self.engine.master_itemsize
         if self.fsdp:
-            return (self.grad_itemsize + w / self.layout.shard) * k.lm_head - saved
+            return (self.grad_itemsize + w / self.layout.weight_shards) * k.lm_head - saved
         return self.grad_itemsize * k.lm_head - k.logits * s / w - self.compute_copy_itemsize * k.lm_head
 
     def embed_grad_bytes(self) -> float:
         """Returns the bytes of the embedding's gradient while it is computed and accumulated."""
         k, s, w = self.k, self.engine.itemsize, self.engine.master_itemsize
         if self.fsdp:
-            return (s + w + w / self.layout.shard) * k.embed
+            return (s + w + w / self.layout.weight_shards) * k.embed
         tokens, *_ = self.engine.params_by_module(self.layout.tensor)["embed"].values()
         return self.grad_itemsize * tokens

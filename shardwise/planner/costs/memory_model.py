@@ -1,11 +1,13 @@
 """Peak memory of one rank by category, in closed form; of dense decoders on our engine, see `engine_memory.py`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardwise.job import OptimizerConfig
 from shardwise.layout import Layout
 from shardwise.planner.costs.model_shape import ModelShape
+from shardwise.schedules.simulate import schedule_peak_in_flight
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,9 @@ class MemoryInputs:
     last_weights: float
     saved_per_block: float  # bytes a block saves for the backward of one micro-batch
     recomputed_per_block: float  # bytes of the block that is being recomputed
-    logits: float
+    pending_per_block: float  # bytes a block keeps between the halves of a split backward of one micro-batch
+    logits: float  # bytes of the logits and their gradients at the loss
+    saved_logits: float  # bytes of them that the head saves for the backward, unless the loss is fused
     hidden_bytes: float  # bytes of one micro-batch between two blocks, gathered along the tensor axis
     recv_buffer_bytes: float  # bytes of the buffer in which a stage receives one micro-batch
     kept_fraction: float  # fraction of blocks not recomputed, whose low-precision weights are kept until the backward
@@ -100,6 +104,10 @@ class MemoryInputs:
     def dense_weights(self, stage: StageLayers) -> float:
         """Returns the weights of a stage without its experts."""
         return stage.sum(self.block_weights, self.first_weights, self.last_weights)
+
+    def kept_logits(self, layout: Layout) -> float:
+        """Returns what the last stage keeps of a micro-batch in flight, in bytes; the loss of a single one is fused."""
+        return self.saved_logits if layout.pipeline > 1 else 0.0
 
 
 def block_activation_bytes(
@@ -135,24 +143,37 @@ def block_activation_bytes(
     return saved, selective, itemsize * hidden_numel
 
 
+def pending_gradient_bytes(shape: ModelShape, itemsize: int, layout: Layout) -> float:
+    """Returns the bytes of output gradients that a block keeps between the halves of a split backward."""
+    t, tokens, share = (
+        layout.tensor,
+        layout.micro_batch * shape.sequence / layout.context,
+        shape.sparse_layers / shape.layers,
+    )
+    num_up = shape.ffn_matrices - 1
+    sparse = shape.shared_expert_ffn * num_up + shape.experts_per_token * (shape.expert_ffn * num_up + 2 * shape.width)
+    outputs = (
+        shape.query_width + 2 * shape.kv_heads * shape.head_dim + (1 - share) * shape.ffn * num_up + share * sparse
+    )
+    return itemsize * tokens * (outputs / t + (2 + 4 / t) * shape.width)
+
+
 def rank_memory(
-    inputs: MemoryInputs, profile: FrameworkProfile, size: int, layout: Layout, rank: int, stage: StageLayers,
-    micro_batches: int,
+    inputs: MemoryInputs, profile: FrameworkProfile, size: int, layout: Layout, rank: int,
+    stages: Sequence[StageLayers], micro_batches: int,
 ) -> RankMemory:  # fmt: skip
-    """Returns the peak memory of the pipeline rank that holds `stage`; `size`: bytes per element of an activation."""
+    """Returns the peak memory of a pipeline rank with these stages; `size`: bytes per element of an activation."""
+    stage = StageLayers(sum(part.blocks for part in stages), stages[0].first, any(part.last for part in stages))
     dense_weights, experts = inputs.dense_weights(stage), stage.blocks * inputs.expert_weights
     own_weights = sharded_weights(layout, dense_weights, experts)
     block_weights = inputs.block_weights + inputs.expert_weights
-    in_flight = in_flight_micro_batches(layout, rank, micro_batches)
-    saving_blocks = min(2.0, in_flight * stage.blocks) if profile.offloads_activations else in_flight * stage.blocks
     all_weights = dense_weights + experts
-    # Every forward makes a low-precision copy, kept until the backward unless that recomputes the block.
-    keeps_one = profile.casts_once and layout.world == 1
-    kept = 0.0 if profile.offloads_activations else in_flight * inputs.kept_fraction
-    copied = max(block_weights, kept * all_weights) if not keeps_one else all_weights
-    weights = profile.weight_bytes * all_weights + profile.compute_copy_bytes * copied
+    # Every forward makes a low-precision copy, kept until the backward unless that recomputes the block. FSDP gathers.
+    keeps_one, is_fsdp = profile.casts_once and layout.world == 1, layout.shard > 1 and layout.zero >= 2
+    copy_bytes = 0.0 if keeps_one or is_fsdp else profile.compute_copy_bytes
+    weights = (profile.weight_bytes + profile.compute_copy_bytes * keeps_one) * all_weights
     gradients, buffers = profile.gradient_bytes * all_weights, 0.0
-    if layout.shard > 1 and layout.zero >= 2:
+    if is_fsdp:
         gradients = profile.gradient_bytes * own_weights
         buffers = (profile.gradient_bytes + size) * block_weights  # of the block whose gradients are being reduced
         weights = profile.sharded_weight_bytes * own_weights + size * all_weights
@@ -162,9 +183,13 @@ def rank_memory(
     if layout.pipeline > 1:
         neighbours = 2 * layout.stages_per_rank - (rank == 0) - (rank == layout.pipeline - 1)
         buffers += micro_batches * neighbours * inputs.recv_buffer_bytes
-    # The loss's backward ends before any block is recomputed.
-    extra = max(inputs.recomputed_per_block, inputs.logits) if stage.last else inputs.recomputed_per_block
-    activations = saving_blocks * inputs.saved_per_block + extra + 4 * inputs.hidden_bytes
+    held = min(2.0, stage.blocks) * inputs.saved_per_block
+    if not (offloads := profile.offloads_activations):
+        held = held_bytes(inputs, copy_bytes, layout, rank, stages, micro_batches)
+    extra = inputs.recomputed_per_block + copy_bytes * block_weights * (1.0 if offloads else 1.0 - inputs.kept_fraction)
+    if stage.last:  # the loss's backward ends before any block is recomputed, and frees its logits
+        extra = max(extra, inputs.logits + copy_bytes * inputs.head_weights) - inputs.kept_logits(layout)
+    activations = held + extra + 4 * inputs.hidden_bytes
     optimizer, buffers = profile.optimizer_bytes * own_weights, buffers + profile.buffer_bytes
     if layout.pipeline == 1 and micro_batches == 1 and not profile.persistent_gradients:
         gradients = max(0.0, gradients - activations)  # gradients are allocated as activations are freed
@@ -178,15 +203,16 @@ def sharded_weights(layout: Layout, dense: float, experts: float) -> float:
     return dense / layout.weight_shards + experts / max(1, layout.weight_shards // layout.expert)
 
 
-def in_flight_micro_batches(layout: Layout, rank: int, micro_batches: int) -> float:
-    """Returns how many micro-batches' activations a pipeline rank holds at its peak, in units of the rank's layers."""
-    p, v = layout.pipeline, layout.stages_per_rank
-    if p == 1:
-        return 1.0
-    if layout.schedule == "gpipe":
-        return micro_batches
-    if v == 1:
-        return min(micro_batches, p - rank)
-    if layout.schedule in ("zbv", "dualpipev"):
-        return min(micro_batches, p)
-    return min(micro_batches * v, (p - rank - 1) * 2 + (v - 1) * p + 1) / v
+def held_bytes(
+    inputs: MemoryInputs, copy_bytes: float, layout: Layout, rank: int, stages: Sequence[StageLayers],
+    micro_batches: int,
+) -> float:  # fmt: skip
+    """Returns what a rank with these stages keeps for the backward at the schedule's peak, low-precision copies of
+    weights (`copy_bytes` each) included."""
+    copies, head = copy_bytes * (inputs.block_weights + inputs.expert_weights), inputs.kept_logits(layout)
+    saved = [part.sum(inputs.saved_per_block + inputs.kept_fraction * copies, 0.0, head) for part in stages]
+    # Without an input gradient, the weight half of the first stage does the whole backward.
+    pending = [held if part.first else part.sum(inputs.pending_per_block + copies, 0.0, head)
+               for part, held in zip(stages, saved)]  # fmt: skip
+    peaks = schedule_peak_in_flight(layout.schedule, layout.pipeline, layout.stages_per_rank, rank, micro_batches)
+    return max(sum([n * size for counts in zip(peak, (saved, pending)) for n, size in zip(*counts)]) for peak in peaks)
