@@ -42,8 +42,8 @@ from planner_accuracy import (  # noqa: E402
 )  # fmt: skip
 from published import MeasuredRun, SkipRow, evaluate_run, parse_row, predicted_seconds, read_rows  # noqa: E402
 
+from shardwise.cluster import Efficiency  # noqa: E402
 from shardwise.layout import Layout  # noqa: E402
-from shardwise.planner.costs.machine import Efficiency  # noqa: E402
 
 # Known rates of kernels and links. Chosen by hand: not computed from the runs, but after looking at some of them.
 PRIOR = {
@@ -312,7 +312,7 @@ def write_constants(values: dict[str, dict[str, float]], planner_file: Path, fra
     common = values[""]
     families = {family: values[family] for family in sorted(values) if family}
     families |= {name: dict(zip(FAMILY_KEYS, shares, strict=True)) for name, shares in OTHER_FAMILIES.items()}
-    _write_toml(planner_file, "shardwise/planner/costs/machine.py", {
+    _write_toml(planner_file, "shardwise/cluster.py", {
         "common": {key: value for key, value in common.items() if key not in FRAMEWORK_KEYS},
         **{f"families.{family}": family_values for family, family_values in families.items()},
     })  # fmt: skip
