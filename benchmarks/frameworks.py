@@ -11,14 +11,13 @@ import tomllib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardwise.cluster import DeviceSpec
+from shardwise.cluster import DeviceSpec, Efficiency
 from shardwise.layout import Layout
 from shardwise.planner.costs import cached_by
 from shardwise.planner.costs.machine import (
     LOW_PRECISION,
     POWER_LIMITED,
     BlockTimeModel,
-    Efficiency,
     KernelProfile,
     Machine,
     ModuleTime,

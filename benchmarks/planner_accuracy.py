@@ -1,8 +1,8 @@
 """Measures the planner's accuracy: predicts measured runs from their configuration alone and compares.
 
-    python benchmarks/planner_accuracy.py runs.csv                 a report
-    python benchmarks/planner_accuracy.py runs.csv --json          the same as JSON
-    python benchmarks/planner_accuracy.py runs.csv --rows out.csv  every row with its prediction, in the file's order
+    python benchmarks/planner_accuracy.py benchmarks/runs.csv                 a report
+    python benchmarks/planner_accuracy.py benchmarks/runs.csv --json          the same as JSON
+    python benchmarks/planner_accuracy.py benchmarks/runs.csv --rows out.csv  every row with its prediction
 
 Columns: model shape (`layers`, `hidden`, `heads`, `kv_heads`, `ffn_hidden`, `vocab`, `seq_len`, `experts`,
 `experts_per_token`, `params_b`), machine (`gpu`, `gpus`, `gpus_per_node`), layout (`dp`, `fsdp`, `tp`, `sp`, `pp`,
@@ -30,6 +30,7 @@ from typing import Any
 from frameworks import FrameworkEfficiency
 from published import MeasuredRun, SkipRow, evaluate_run, parse_row, read_rows
 
+from shardwise.errors import UserError
 from shardwise.planner.plan import HIGHEST
 
 UNDERESTIMATE = -0.05
@@ -153,11 +154,11 @@ def print_report(report: dict[str, Any]) -> None:
     print(f"rows {report['rows']}, used {report['used']}")
     for reason, count in sorted(report["skipped"].items(), key=lambda item: -item[1]):
         print(f"  skipped {count}: {reason}")
-    print(f"median over sources: {percent(report['over_sources'])}")
-    print(f"step time: {percent(report['time'])}")
+    print(f"median over sources: {percent(report['over_sources']) or 'nothing was measured'}")
+    print(f"step time: {percent(report['time']) or 'not measured'}")
     print(f"memory: {percent(report['memory']) or 'not measured'}")
-    print(f"fits: {percent(report['fits'])}")
-    print(f"regret over {report['regret']['groups']} groups: {percent(report['regret'])}")
+    print(f"fits: {percent(report['fits']) or 'no rows'}")
+    print(f"regret over {report['regret']['groups']} groups: {percent(report['regret']) or 'none'}")
     for word in ("by_source", "by_device"):
         print(f"\n{word.replace('_', ' ')}:")
         for name, values in report[word].items():
@@ -186,11 +187,16 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--rows", type=Path, metavar="OUT.csv")
     options = parser.parse_args()
-    rows = read_rows(options.file)
-    results = [predict_row(options.file, values) for values in rows]
-    report = summary(results)
-    if options.rows:
-        write_rows(options.rows, rows, results)
+    try:
+        rows = read_rows(options.file)
+        results = [predict_row(options.file, values) for values in rows]
+        report = summary(results)
+        if options.rows:
+            write_rows(options.rows, rows, results)
+    except UserError as error:
+        parser.exit(2, f"{error}\n")
+    except OSError as error:
+        parser.exit(2, f"{options.rows} cannot be written: {error.strerror}.\n")
     if options.json:
         print(json.dumps(report))
     else:

@@ -27,6 +27,7 @@ Assumptions about what a source does not state:
 from __future__ import annotations
 
 import csv
+import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,6 +47,7 @@ from frameworks import (
 )
 
 from shardwise.cluster import CLUSTERS, GB, Cluster, LinkSpec
+from shardwise.errors import LayoutError, UserError, shorten
 from shardwise.layout import Layout
 from shardwise.planner.costs.machine import Machine
 from shardwise.planner.costs.model_shape import ModelShape
@@ -59,6 +61,19 @@ GPUS = {
     "H100-NVL-94GB": "h100-94g", "H100-94GB-HBM2e": "h100-hbm2e", "H100-96GB-HBM2e": "h100-hbm2e",
     "GH200-96GB": "h100-96g",
 }  # fmt: skip
+
+# Columns that a file must have: words, and numbers from the least to the largest that is taken for one.
+WORDS = ("source", "model", "gpu", "precision", "recompute", "tflops_kind")
+COUNTS = (
+    "layers", "hidden", "heads", "kv_heads", "ffn_hidden", "vocab", "seq_len", "gpus", "gpus_per_node", "dp", "fsdp",
+    "tp", "pp", "virtual_pp", "cp", "ep", "micro_batch", "global_batch",
+)  # fmt: skip
+MEASURED = ("iter_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "peak_mem_gib", "params_b")
+NUMBERS: dict[str, tuple[float, float]] = {
+    **dict.fromkeys(COUNTS, (1, 10**7)),
+    **dict.fromkeys(("sp", "zero_stage", "experts", "experts_per_token"), (0, 10**7)),
+    **dict.fromkeys(MEASURED, (1e-6, 1e12)),
+}
 
 
 @dataclass(frozen=True)
@@ -95,8 +110,45 @@ def parse_number(values: dict[str, str], key: str, default: float | None = None)
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    with path.open(encoding="utf-8", newline="") as file:
-        return list(csv.DictReader(file))
+    """Returns the rows of a file; raises UserError with the line and column of what no run can have."""
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            reader = csv.DictReader(file, strict=True)
+            if missing := [name for name in (*WORDS, *NUMBERS) if name not in (reader.fieldnames or ())]:
+                raise UserError(f"{path}, line 1: no column {', '.join(missing)}; `--help` lists all.")
+            rows = []
+            for values in reader:
+                if problem := row_problem(values):
+                    raise UserError(f"{path}, line {reader.line_num}: {problem}.")
+                rows.append(values)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from None
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"{path} is not a CSV file in UTF-8: {error}.") from None
+    if not rows:
+        raise UserError(f"{path} has no rows.")
+    return rows
+
+
+def row_problem(values: dict[str, str]) -> str | None:
+    """Returns what is wrong with a row, and in which column; an empty cell is not stated, and not wrong."""
+    if None in values or None in values.values():  # as `csv` reads rows that are longer or shorter
+        return "it has more or fewer cells than line 1 has columns"
+    for key, (least, largest) in NUMBERS.items():
+        text, is_count = values[key].strip(), isinstance(least, int)
+        try:
+            number = float(text or largest)
+        except ValueError:
+            number = math.nan
+        if not least <= number <= largest or is_count and number % 1:
+            return f"{key} is {shorten(text)}, not a {'whole ' * is_count}number from {least:g} to {largest:g}"
+    try:
+        parse_row(values)
+    except SkipRow:
+        return None
+    except LayoutError as error:
+        return f"the layout is impossible: {str(error).rstrip('.')}"
+    return None
 
 
 def model_shape_of_row(v: dict[str, str]) -> ModelShape:
@@ -161,7 +213,7 @@ def parse_cluster(v: dict[str, str]) -> Cluster:
     if cluster.topology == "switch" and cluster.domain_size <= 8:
         cluster = replace(cluster, domain_size=min(per_node, 8))
     note = v.get("note", "")
-    if ports := re.search(r"(\d+) ?x ?(\d+) ?Gb", note):
+    if ports := re.search(r"([1-9]\d*) ?x ?([1-9]\d*) ?Gb", note):
         cluster = replace(cluster, outer=LinkSpec(int(ports[1]) * int(ports[2]) / 8 * GB / per_node, 8e-6))
     if "Jean Zay A100" in note:  # four Omni-Path ports of 100 Gbit/s for eight devices
         cluster = replace(cluster, outer=LinkSpec(4 * 12.5 * GB / 8, 8e-6))
@@ -207,7 +259,7 @@ def parse_layout(
     is_tpu, has_no_layout = cluster.device.family == "tpu", not (v["tp"] or v["pp"] or v["dp"])
     zero = int(parse_number(v, "zero_stage", 3 if has_no_layout or is_tpu else 0 if is_legacy else 1))
     shard = int(parse_number(v, "fsdp", dp))
-    if zero1_ranks := re.search(r"zero1=(\d+)", v.get("note", "")):
+    if zero1_ranks := re.search(r"zero1=([1-9]\d*)", v.get("note", "")):
         shard = int(zero1_ranks[1])
     shard = 1 if zero == 0 or dp == 1 else min(shard, dp)
     micro_batch = int(parse_number(v, "micro_batch", 0))

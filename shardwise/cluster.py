@@ -1,9 +1,8 @@
 """Hardware descriptions: devices with their peak FLOP/s, memory and links. `clusters.toml` has those of data sheets.
 
 A `Cluster` is a device type, the size of a fast domain (a node, an NVLink rack, a torus pod), and two links: within a
-domain and between domains. Bandwidths are per device and direction, in bytes per second; FLOP/s are dense. The fraction
-of these peaks that software reaches is in `shardwise.planner.costs.machine`. `shardwise calibrate` writes the same
-fields as TOML, with measured efficiencies."""
+domain and between domains. Bandwidths are per device and direction, in bytes per second; FLOP/s are dense. Software
+reaches a fraction of these peaks (`Efficiency`). `shardwise calibrate` writes the same fields as TOML."""
 
 import tomllib
 from dataclasses import asdict, dataclass, field, replace
@@ -12,7 +11,8 @@ from typing import Annotated, Literal
 
 import tomli_w
 import torch
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, GetPydanticSchema, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from shardwise.errors import JobError, suggest
 from shardwise.files import parse_toml, write_text
@@ -22,7 +22,9 @@ GB, TERA, GIB = 1e9, 1e12, 2**30
 # Keys of `--set cluster.KEY=VALUE`, each with its unit. `flops`: in bf16, other precisions in proportion.
 UNITS = {"inner": GB, "outer": GB, "node_link": GB, "memory": GIB, "bandwidth": GB, "flops": 1e12}
 Rate = Annotated[float, Field(strict=True, ge=1e-9, le=1e21, allow_inf_nan=False)]  # FLOP/s, bytes, bytes per second
-NonNegative = Annotated[float, Field(strict=True, ge=0.0, le=1e21, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(strict=True, ge=0.0, le=1e6)]  # a count, seconds or watts
+Positive = Annotated[float, Field(strict=True, ge=0.01, le=1e6)]  # a rate, which divides
+Share = Annotated[float, Field(strict=True, ge=0.0, le=1.0)]
 Count = Annotated[int, Field(strict=True, ge=1, le=MAX_WORLD)]
 WIDENING = ("fp4", "fp8", "bf16", "fp16", "float32", "float64")
 NEXT_WIDER = {**dict(zip(WIDENING, WIDENING[1:])), "tf32": "float32"}
@@ -56,6 +58,53 @@ class LinkSpec:
     latency: NonNegative
 
 
+@dataclass(frozen=True, kw_only=True)
+class Efficiency:
+    """Fractions of peaks, counts and seconds."""
+
+    # Per device family.
+    matmul: Positive  # of the peak FLOP/s, in large 16-bit matmuls
+    low_precision_matmul: Positive  # the same in matmuls of 8 bits or fewer, including scaling and casts
+    attention: Positive  # of the 16-bit peak, in the forward of fused attention
+    memory: Positive  # of the memory bandwidth, in elementwise operators
+
+    # For all families.
+    inner: Positive  # of the bandwidth within a domain (node, rack, torus), in large collectives
+    outer: Positive  # of the bandwidth between domains
+    kernel_launch: NonNegative  # host seconds to launch one kernel
+    overlap_tensor: Share  # fraction of tensor-parallel communication that overlaps with matmuls
+    attention_backward: Positive  # rate of attention's backward relative to its forward
+    matmul_half_rate_depth: NonNegative  # inner dimension (k) at which a matmul reaches half of its rate
+    wave_quantization: Share  # fraction of the theoretical loss to partial tiles and waves that occurs in practice
+    unaligned_64: Positive  # relative rate of matmuls with k or n not a multiple of 64
+    grouped_matmul: Positive  # rate of many small matmuls (experts) relative to one
+    all_to_all: Positive  # of `outer`, in an all-to-all
+    latency: NonNegative  # latency per hop of a collective, relative to the link's
+    collective_start: NonNegative  # seconds until all ranks of a collective have arrived and it runs
+    overlap_sharpness: Annotated[Positive, Field(le=100.0)]  # p-norm of `Machine.bottleneck_time`
+    overlap_data: Share  # fraction of a pass that can hide gradient reduction or weight gathering
+    overlap_expert: Share  # fraction of expert dispatch that overlaps with compute
+    overlap_p2p: Share  # fraction of transfers between stages that overlaps with the work of one stage
+    expert_kernels: NonNegative  # kernels that a forward launches for each expert of a rank
+    jitter: NonNegative  # relative step time added by each doubling of the number of domains: waiting for the slowest
+    fixed_seconds: NonNegative  # seconds added to every step
+
+    # Not fitted; `calibrate` or `tune` measures them.
+    bulk_memory: NonNegative = 0.0  # of the memory bandwidth, in one large operator such as the update; 0: as `memory`
+    compiled: Share = 0.0  # 1 if blocks were compiled and steps captured as CUDA graphs when the rest was measured
+    low_precision_casts: NonNegative = 1.0  # bytes that casts to 8 bits move, relative to one read and one write
+    convolution: Positive = 1.0  # rate of convolutions relative to matmuls of as many FLOPs
+    all_reduce: NonNegative = 1.0  # time of an all-reduce of gradients, relative to a reduce-scatter and an all-gather
+    weight_gather: NonNegative = 1.0  # time of gathering a block's weights (ZeRO 3), relative to its collective
+    split_backward: NonNegative = 1.0  # time of a pipeline with split backward, relative to its parts
+    uncontended_speedup: Positive = 1.0  # how much faster a rank runs while others wait, if processes share cores
+
+
+_Measured = TypedDict("_Measured", Efficiency.__annotations__, total=False)  # type: ignore[misc]
+_Measured.__pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[attr-defined]
+Measured = Annotated[dict[str, float], GetPydanticSchema(lambda _, schema_of: schema_of(_Measured))]
+
+
 @dataclass(frozen=True)
 class Cluster:
     __pydantic_config__ = ConfigDict(extra="forbid")
@@ -64,7 +113,7 @@ class Cluster:
     inner: LinkSpec
     outer: LinkSpec
     topology: Literal["switch", "torus2", "torus3"] = "switch"  # topology of the inner link
-    measured: dict[str, NonNegative] = field(default_factory=dict)  # efficiencies that override those of the family
+    measured: Measured = field(default_factory=dict)  # efficiencies that override those of the family
 
 
 def _read_presets() -> tuple[dict[str, DeviceSpec], dict[str, Cluster]]:

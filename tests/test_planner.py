@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from contextlib import suppress
@@ -15,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shardwise.cli import app
-from shardwise.cluster import CLUSTERS, DEVICES, find_cluster, read_cluster, write_cluster
+from shardwise.cluster import CLUSTERS, DEVICES, Efficiency, find_cluster, read_cluster, write_cluster
 from shardwise.console import format_count, format_seconds
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import BatchConfig, Job, load_job, make_job
@@ -32,6 +33,11 @@ from shardwise.planner.show import layouts_table, title
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 from planner_gpu import JOBS  # noqa: E402
+
+MAY_BE_ZERO = {name for name in Efficiency.__annotations__ if name.startswith("overlap_")} - {"overlap_sharpness"} | {
+    "kernel_launch", "matmul_half_rate_depth", "wave_quantization", "latency", "collective_start", "expert_kernels",
+    "jitter", "fixed_seconds", "bulk_memory", "compiled", "low_precision_casts", "all_reduce", "weight_gather",
+    "split_backward"}  # fmt: skip
 
 SHAPES = [
     {"layers": 3, "width": 48, "heads": 4, "kv_heads": 2, "ffn": 96, "vocab": 101, "sequence": 32, "tied": True},
@@ -353,6 +359,29 @@ def test_a_key_that_a_cluster_file_does_not_have_is_named(tmp_path: Path) -> Non
     file.write_text("nodes = 5\n" + file.read_text())
     with pytest.raises(JobError, match="nodes: Unexpected"):
         read_cluster(file)
+
+
+@pytest.mark.parametrize("name", Efficiency.__annotations__)
+def test_a_measured_constant_that_cannot_be_is_refused(name: str, tmp_path: Path) -> None:
+    bad = [-1.0, math.nan, math.inf, 1e30, "fast", True, {}, []]
+    for value in bad if name in MAY_BE_ZERO else [0.0, 1e-300, *bad]:
+        write_cluster(replace(CLUSTERS["h100"], measured={name: value}), file := tmp_path / "cluster.toml")
+        with pytest.raises(JobError, match=rf"cluster.toml is not a cluster file \(measured.{name}: Input should "):
+            read_cluster(file)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-300, 0.01, 1e6])
+@pytest.mark.parametrize("model", ["llama3-8b", "resnet-50"])
+def test_what_is_not_refused_gives_a_plan(value: float, model: str, tmp_path: Path) -> None:
+    """The least and the largest values at once."""
+    most = {name: 1.0 if name.startswith(("overlap_", "wave_", "comp")) else 1e6 for name in Efficiency.__annotations__}
+    measured = {name: min(value if name in MAY_BE_ZERO else max(0.01, value), most[name]) for name in most}
+    measured["overlap_sharpness"] = max(0.01, min(value, 100.0))
+    write_cluster(replace(CLUSTERS["h100"], measured=measured), file := tmp_path / "cluster.toml")
+    settings = [f"model.name={model}", "precision=bf16", "batch.samples=64"]
+    plan = plan_job(None, settings, str(file), 8, None)
+    assert all(math.isfinite(layout["step_seconds"]) for layout in plan.as_dict()["layouts"])
+    json.dumps(plan.as_dict(), allow_nan=False)
 
 
 def test_what_if_the_link_between_nodes_were_slower(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@
                                            to trust, which it writes to `shardwise/planner/accuracy.toml`
 
 Writes `shardwise/planner/constants.toml`, which the planner reads, and `benchmarks/frameworks.toml` with the constants
-that only other people's software needs.
+that only other people's software needs. Given files of runs, it prints the errors and writes nothing.
 
 The fit is robust (soft L1) least squares of log(predicted / measured) with two kinds of terms: each run's error, and,
 within groups of runs that differ only in their layout, each run's error relative to the group's mean, since the
@@ -42,8 +42,9 @@ from planner_accuracy import (  # noqa: E402
 )  # fmt: skip
 from published import MeasuredRun, SkipRow, evaluate_run, parse_row, predicted_seconds, read_rows  # noqa: E402
 
+from shardwise.cluster import Efficiency  # noqa: E402
+from shardwise.errors import UserError  # noqa: E402
 from shardwise.layout import Layout  # noqa: E402
-from shardwise.planner.costs.machine import Efficiency  # noqa: E402
 
 # Known rates of kernels and links. Chosen by hand: not computed from the runs, but after looking at some of them.
 PRIOR = {
@@ -271,10 +272,11 @@ def leave_out(runs: list[RunAndLayout], rows: Rows, x: np.ndarray, slopes: np.nd
         found = fit.refine(x, slopes[kept], 20, is_linear=True) if len(kept) < len(runs) else x
         efficiencies = fit.efficiencies(found)
         medians = {
-            fraction: statistics.median(statistics.median(errors) for name, errors in by.items() if name != source)
+            fraction: statistics.median(others)
             for fraction, by in memory_errors_by_fraction.items()
+            if (others := [statistics.median(errors) for name, errors in by.items() if name != source])
         }
-        fraction = min(medians, key=lambda fraction: medians[fraction])  # noqa: B023
+        fraction = min(medians, key=lambda fraction: medians[fraction], default=FRAGMENTATION)  # noqa: B023
         own = [
             predict_row(path, values, efficiencies, lambda row: with_fragmentation(row, fraction))  # noqa: B023
             for path, values in rows if values["source"] == source
@@ -312,7 +314,7 @@ def write_constants(values: dict[str, dict[str, float]], planner_file: Path, fra
     common = values[""]
     families = {family: values[family] for family in sorted(values) if family}
     families |= {name: dict(zip(FAMILY_KEYS, shares, strict=True)) for name, shares in OTHER_FAMILIES.items()}
-    _write_toml(planner_file, "shardwise/planner/costs/machine.py", {
+    _write_toml(planner_file, "shardwise/cluster.py", {
         "common": {key: value for key, value in common.items() if key not in FRAMEWORK_KEYS},
         **{f"families.{family}": family_values for family, family_values in families.items()},
     })  # fmt: skip
@@ -358,27 +360,41 @@ def current(fit: EfficiencyFit) -> np.ndarray:
     ])  # fmt: skip
 
 
+def run(files: list[Path], is_check: bool, rounds: int) -> None:
+    """Fits or cross-validates; writes what it found only if no files are given."""
+    paths = files or [ROOT / "benchmarks" / name for name in FILES]
+    runs = load(paths)
+    if len({row.source for row, _ in runs}) < 1 + is_check:
+        least = "two sources, to leave one out" if is_check else "one source"
+        raise UserError(f"{', '.join(map(str, paths))}: needs rows with a step time of at least {least}.")
+    fit = EfficiencyFit(runs)
+    if not is_check:
+        x, _ = fit.solve(rounds, current(fit))
+        print_fit(fit, x)
+        if not files:
+            write_constants(constants(fit, x), CONSTANTS_FILE, FRAMEWORKS_FILE)
+        return
+    x = current(fit)
+    slopes = fit.slopes(x)
+    rows = [(path, values) for path in paths for values in read_rows(path)]
+    print(f"{len(x)} constants, fitted without the source that they predict:")
+    results = [result for result in leave_out(runs, rows, x, slopes) if "skipped" not in result]
+    report = summary(results)
+    print_report(report)
+    if not files:
+        ACCURACY_FILE.write_text(accuracy_figures(report, results, rows), encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="*", type=Path, default=[ROOT / "benchmarks" / name for name in FILES])
+    parser.add_argument("files", nargs="*", type=Path, help="default: those in benchmarks/, and only then it writes")
     parser.add_argument("--check", action="store_true", help="leave out one source at a time")
     parser.add_argument("--rounds", type=int, default=2, help="of new slopes")
     options = parser.parse_args()
-    runs = load(options.files)
-    fit = EfficiencyFit(runs)
-    if options.check:
-        x = current(fit)
-        slopes = fit.slopes(x)
-        rows = [(path, values) for path in options.files for values in read_rows(path)]
-        print(f"{len(x)} constants, fitted without the source that they predict:")
-        results = [result for result in leave_out(runs, rows, x, slopes) if "skipped" not in result]
-        report = summary(results)
-        print_report(report)
-        ACCURACY_FILE.write_text(accuracy_figures(report, results, rows), encoding="utf-8")
-        return
-    x, _ = fit.solve(options.rounds, current(fit))
-    print_fit(fit, x)
-    write_constants(constants(fit, x), CONSTANTS_FILE, FRAMEWORKS_FILE)
+    try:
+        run(options.files, options.check, options.rounds)
+    except UserError as error:
+        parser.exit(2, f"{error}\n")
 
 
 if __name__ == "__main__":

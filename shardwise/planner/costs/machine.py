@@ -7,8 +7,7 @@ from math import ceil, inf
 from pathlib import Path
 from typing import NamedTuple
 
-from shardwise.cluster import Cluster, DeviceSpec
-from shardwise.errors import JobError
+from shardwise.cluster import Cluster, DeviceSpec, Efficiency
 from shardwise.planner.costs.model_shape import ModelShape
 
 ROUTING_KERNELS = 40  # that a forward launches to choose experts, dispatch tokens to them and combine their outputs
@@ -17,51 +16,6 @@ COLLECTIVE_LAUNCHES = 3  # kernels the host could launch in the time it takes to
 CONSTANTS = tomllib.loads((Path(__file__).parents[1] / "constants.toml").read_text(encoding="utf-8"))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Efficiency:
-    """Fractions of peaks, counts and seconds."""
-
-    # Per device family.
-    matmul: float  # of the peak FLOP/s, in large 16-bit matmuls
-    low_precision_matmul: float  # of the peak FLOP/s, in large matmuls of 8 bits or fewer, including scaling and casts
-    attention: float  # of the 16-bit peak, in the forward of fused attention
-    memory: float  # of the memory bandwidth, in elementwise operators
-
-    # For all families.
-    inner: float  # of the bandwidth within a domain (node, rack, torus), in large collectives
-    outer: float  # of the bandwidth between domains
-    kernel_launch: float  # host seconds to launch one kernel
-    overlap_tensor: float  # fraction of tensor-parallel communication that overlaps with matmuls
-    attention_backward: float  # rate of attention's backward relative to its forward
-    matmul_half_rate_depth: float  # inner dimension (k) at which a matmul reaches half of its rate
-    wave_quantization: float  # fraction of the theoretical loss to partial tiles and waves that occurs in practice
-    unaligned_64: float  # relative rate of matmuls with k or n not a multiple of 64
-    grouped_matmul: float  # rate of many small matmuls (experts) relative to one
-    all_to_all: float  # of `outer`, in an all-to-all
-    latency: float  # latency per hop of a collective, relative to the link's
-    collective_start: float  # seconds until all ranks of a collective have arrived and it runs
-    overlap_sharpness: float  # exponent of the p-norm of device and host time (`Machine.bottleneck_time`)
-    overlap_data: float  # fraction of a pass that can hide gradient reduction or weight gathering
-    overlap_expert: float  # fraction of expert dispatch that overlaps with compute
-    overlap_p2p: float  # fraction of transfers between stages that overlaps with the work of one stage
-    expert_kernels: float  # kernels that a forward launches for each expert of a rank
-    jitter: float  # relative step time added by each doubling of the number of domains: waiting for the slowest
-    fixed_seconds: float  # seconds added to every step
-
-    # Not fitted; `calibrate` or `tune` measures them.
-    bulk_memory: float = 0.0  # of the memory bandwidth, in one large operator such as the update; 0: as `memory`
-    compiled: float = 0.0  # 1 if blocks were compiled and steps captured as CUDA graphs when the rest was measured
-    low_precision_casts: float = 1.0  # bytes that casts to 8 bits move, relative to reading and writing each once
-    convolution: float = 1.0  # rate of convolutions relative to matmuls of as many FLOPs
-    all_reduce: float = 1.0  # time of an all-reduce of gradients, relative to a reduce-scatter and an all-gather
-    weight_gather: float = 1.0  # time of gathering a block's weights (ZeRO 3), relative to its collective
-    split_backward: float = 1.0  # time of a pipeline with split backward, relative to its parts
-    uncontended_speedup: float = 1.0  # how much faster a rank runs while others wait, if processes share cores
-
-
-POSITIVE = (
-    "matmul", "low_precision_matmul", "attention", "attention_backward", "memory", "inner", "outer", "unaligned_64",
-    "grouped_matmul", "all_to_all", "overlap_sharpness", "uncontended_speedup")  # fmt: skip
 POWER_LIMITED = ("matmul", "low_precision_matmul", "attention")
 WATTS_PER_TFLOPS = {"ampere": 1.28, "hopper": 0.708, "blackwell": 0.49}  # rated watts per TFLOP/s in 16 bits
 
@@ -74,11 +28,6 @@ def power_share(device: DeviceSpec) -> float:
 
 def efficiency_of(device: DeviceSpec, measured: dict[str, float]) -> Efficiency:
     """Returns the fitted constants of a device's family, overridden by what `calibrate` measured."""
-    for name, value in measured.items():
-        low, high = 0.01 if name in POSITIVE else 0.0, 1.0 if name.startswith(("overlap_", "wave_")) else 1e6
-        high = 100.0 if name == "overlap_sharpness" else high
-        if name not in Efficiency.__dataclass_fields__ or not low <= value <= high:
-            raise JobError(f"the cluster's measured.{name} = {value:g} is unknown, or not from {low:g} to {high:g}.")
     shares = CONSTANTS["families"].get(device.family, CONSTANTS["families"]["other"])
     at_power = {name: power_share(device) * shares[name] for name in POWER_LIMITED}
     return Efficiency(**{**CONSTANTS["common"], **shares, **at_power, **measured})
@@ -143,13 +92,13 @@ class Machine:
         and longer where they are similar, since each then waits for the other part of the time."""
         if not host_seconds:
             return device_seconds
-        power = self.efficiency.overlap_sharpness
-        return (device_seconds**power + host_seconds**power) ** (1.0 / power)
+        power, longest = self.efficiency.overlap_sharpness, max(device_seconds, host_seconds)
+        return longest * ((device_seconds / longest) ** power + (host_seconds / longest) ** power) ** (1.0 / power)
 
     def memory_time(self, size: float, bulk: bool = False) -> float:
         """Seconds to move `size` bytes of device memory in elementwise operators; `bulk`: in one, as in the update."""
         share = (self.efficiency.bulk_memory if bulk else 0.0) or self.efficiency.memory
-        return max(size / (self.device.bandwidth * share), MIN_KERNEL_SECONDS)
+        return max(size / (self.device.bandwidth * max(share, 0.01)), MIN_KERNEL_SECONDS)
 
     def bandwidth(self, ranks: int, stride: int) -> float:
         """Bandwidth per rank of a group whose neighbours are `stride` devices apart."""
