@@ -360,11 +360,9 @@ def trace(
     return Answer({"file": str(path), "events": events}, text)
 
 
-COMMANDS: dict[str, Any] = {
-    function.__name__: function
-    for function in (init, where, submit, sweep, tune, watch, report, compare, trace, sample)
-}
-COMMANDS |= {"env": where, "eval": evaluate, "export": export, "merge": merge, "drift": drift}
+COMMANDS = {"init": init, "where": where, "submit": submit, "sweep": sweep, "tune": tune, "watch": watch,
+            "report": report, "compare": compare, "trace": trace, "sample": sample, "env": where, "eval": evaluate,
+            "export": export, "merge": merge, "drift": drift}  # fmt: skip
 laws = Commands(
     no_args_is_help=True, rich_markup_mode="markdown",
     help="Scaling laws: choose model size and token count for a compute budget.",

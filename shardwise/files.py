@@ -35,11 +35,10 @@ def parse_json(text: str | bytes, parse_constant: Callable[[str], Any] | None = 
 
 def parse_record(line: str | bytes, parse_constant: Callable[[str], Any] | None = None) -> dict[str, Any] | None:
     """Parses a line of a JSON Lines file; None if it is damaged or not an object, or if its step is no whole number."""
-    try:
+    with suppress(ValueError):
         record = parse_json(line, parse_constant)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and type(record.get("step", 0)) is int else None
+        return record if isinstance(record, dict) and type(record.get("step", 0)) is int else None
+    return None
 
 
 def _parse(load: Callable[[Any], Any], text: str | bytes) -> Any:
@@ -66,13 +65,12 @@ def _check_plain(value: Any, depth: int = 0) -> None:
         raise ValueError("it has an integer of more than 64 bits")
 
 
-def require_parent_folder(*paths: Path | None) -> None:
+def require_parent_folder(path: Path | None) -> None:
     """Raises JobError if a file cannot be created because its folder is missing, before any work is done."""
-    for path in paths:
-        if path is not None and path.is_dir():
-            raise JobError(f"{path} is a folder; give the path of a file.")
-        if path is not None and not path.parent.is_dir():
-            raise JobError(f"{path}: the folder {path.parent} does not exist; create it first.")
+    if path is not None and path.is_dir():
+        raise JobError(f"{path} is a folder; give the path of a file.")
+    if path is not None and not path.parent.is_dir():
+        raise JobError(f"{path}: the folder {path.parent} does not exist; create it first.")
 
 
 def import_extra(module: str, extra: str, what: str) -> Any:

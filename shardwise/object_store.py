@@ -140,8 +140,7 @@ def in_parallel(function: Callable[[Any], Any], items: Iterable[Any]) -> None:
 def local_copy(path: str) -> str:
     """Returns the local copy of what a URL names, a file, folder or glob, downloading what is new; a path unchanged.
     There is one per machine, whose place in the cache says what it is a copy of."""
-    url = parse_url(path)
-    if not url:
+    if not (url := parse_url(path)):
         return path
     parts = url.split("/")
     plain = next((number for number, part in enumerate(parts) if glob.has_magic(part)), len(parts))

@@ -121,10 +121,9 @@ class Trainer:
     def evaluate(self, data: Any) -> dict[str, float]:
         """Returns the mean loss, and the metrics, of the trained weights on a dataset, in one process."""
         folder = self._folder()
-        job = self.job.model_copy(update={"precision": "float32", "layout": "auto"})
-        count = min(len(data), self.job.samples)
-        job = make_job(job.model_dump(exclude_none=True) | {
-            "batch": {"samples": count}, "validation": {"samples": len(data)}, "compile": False})  # fmt: skip
+        job = make_job(self.job.model_dump(exclude_none=True) | {
+            "precision": "float32", "layout": "auto", "batch": {"samples": min(len(data), self.job.samples)},
+            "validation": {"samples": len(data)}, "compile": False})  # fmt: skip
         engine, saved = make_engine(prepare(job, Layout()), torch.device("cpu")), open_checkpoint(folder)
         load_into(saved.checkpoint, engine, engine.make_optimizer(job), CheckpointGroup())
         return validate(engine, job, DatasetSource(self.task, data), None) or {}

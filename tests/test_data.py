@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from shardwise.cli import app
 from shardwise.data.criteo import CriteoClicks, index_criteo_file
 from shardwise.data.input_files import BadRecords, DataFile
-from shardwise.data.loader import Loader, _multiprocessing_context, _RankReader, _start_worker
+from shardwise.data.loader import Loader, _RankReader, _start_worker
 from shardwise.data.make_sources import make_sources
 from shardwise.data.sample_stream import Mixture, Samples, SampleStream, Source, SyntheticTokens, rank_positions
 from shardwise.data.text import encode_source, find_files, read_chunks
@@ -525,9 +525,7 @@ def test_a_dropped_loader_ends_too() -> None:
 
 def test_workers_do_not_outlive_their_owner() -> None:
     # A killed owner's end of the pipe is closed by the kernel; closing it by hand is the same to the worker.
-    process, pipe = _start_worker(
-        _multiprocessing_context(), _RankReader(SampleStream(Marks(40), seed=0), 8, 1, 0), first=0, stride=1
-    )
+    process, pipe = _start_worker(_RankReader(SampleStream(Marks(40), seed=0), 8, 1, 0), first=0, stride=1)
     pipe.recv()
     pipe.close()
     process.join(30)

@@ -14,7 +14,7 @@ from shardwise.errors import JobError
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.models import quantize
-from shardwise.models.quantize import BLOCK, NF4_LEVELS, decode, drop_weight, encode, round_weight, store_weight
+from shardwise.models.quantize import BLOCK, NF4_LEVELS, decode, drop_weight, encode_blocks, round_weight, store_weight
 from shardwise.parallel import parallelize as building
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import prepare
@@ -118,7 +118,8 @@ def test_frozen_weights_take_few_bytes_and_count_as_rounded(kind: str, most: flo
 
 def test_codes_are_decoded_as_encoded() -> None:
     weight = torch.randn(4, 70, generator=torch.Generator().manual_seed(2))
-    (codes, scales), levels = encode(weight, "nf4"), torch.tensor(NF4_LEVELS)
+    levels = torch.tensor(NF4_LEVELS)
+    codes, scales = encode_blocks(weight, levels, BLOCK)
     low, high = codes[:, ::2], codes[:, 1::2]
     assert (decode(low | high << 4, scales, levels, 70) == decode(codes, scales, levels, 70)).all()
     assert quantize.round_weight(weight, "nf4").shape == weight.shape

@@ -197,16 +197,14 @@ def build_deferred(build: Callable[[], nn.Module], seed: int) -> tuple[nn.Module
         torch.manual_seed(hash_key("module build", seed) & (2**63 - 1))
         module = build()
     module = _copy_prebuilt(module, {})
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                part._parameters[name] = recorder.to_fake(parameter)  # if it was assigned without registering it
+    all_slots = ((part._parameters, name) for part in module.modules() for name in part._parameters)
+    slots: list[Any] = [(parameters, name) for parameters, name in all_slots if parameters[name] is not None]
+    for parameters, name in slots:
+        parameters[name] = recorder.to_fake(parameters[name])  # if it was assigned without registering it
     recorder.views = {name: _View.of(p) for name, p in module.named_parameters(remove_duplicate=False)}
     on_meta: dict[int, nn.Parameter] = {}
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                new = torch.empty_strided(parameter.shape, parameter.stride(), dtype=parameter.dtype, device="meta")
-                moved = nn.Parameter(new, parameter.requires_grad)
-                part._parameters[name] = on_meta.setdefault(id(parameter), moved)  # tied parameters stay tied
+    for parameters, name in slots:
+        fake = parameters[name]
+        new = torch.empty_strided(fake.shape, fake.stride(), dtype=fake.dtype, device="meta")
+        parameters[name] = on_meta.setdefault(id(fake), nn.Parameter(new, fake.requires_grad))  # tied ones stay tied
     return module, recorder

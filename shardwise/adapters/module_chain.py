@@ -199,9 +199,7 @@ class ModuleChain(Chain):
         first, last = self.parts
         canonical = {id(p): name for name, p in self.root.named_parameters()}
         for module in self.root.modules():
-            for leaf, parameter in list(module._parameters.items()):
-                if parameter is None:
-                    continue
+            for leaf, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
                 parts = self.anatomy.parts_of.get(canonical[id(parameter)], (0,))
                 if not any(first <= part < last for part in parts):
                     del module._parameters[leaf]
@@ -350,10 +348,6 @@ def _with_ids(forward: Callable[..., Any], state: dict[str, Any]) -> Callable[..
 
 def _refresh_flat_weights(module: nn.RNNBase, args: Any) -> None:
     module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
-
-
-def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return tree_map_only(Tensor, lambda x: x.to(dtype) if x.dtype is torch.float32 else x, (args, kwargs))
 
 
 def replace_dropout(root: nn.Module, seed: int, state: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -152,11 +152,10 @@ class ModuleFamily(Family):
             return config  # and is not traced again
         changes = {"sequence": min(config.sequence, 32), "blocks": config.blocks or 4, "weights": ""}
         small = config.model_copy(update=changes)
-        try:
+        with suppress(Exception):  # a forward that needs all of its blocks may raise anything
             meta_chain(small)
-        except Exception:  # noqa: BLE001 - a forward that needs all of its blocks may raise anything
-            return config.model_copy(update={"sequence": small.sequence})
-        return small
+            return small
+        return config.model_copy(update={"sequence": small.sequence})
 
     def anatomy(self, config: Any, module: nn.Module, state: dict[str, Any]) -> Anatomy:
         """Traces a module that was built on the meta device."""
@@ -391,10 +390,8 @@ def load_script_task(name: str, args: dict[str, Any]) -> Task:
         sys.path.insert(0, str(Path(path).parent))
         TaskReached.wanted = name
         try:
-            with redirect_stdout(io.StringIO()):  # the launcher has printed it
+            with suppress(TaskReached, SystemExit), redirect_stdout(io.StringIO()):  # the launcher has printed it
                 runpy.run_path(path, run_name="__main__")
-        except (TaskReached, SystemExit):
-            pass
         finally:
             TaskReached.wanted, sys.argv = "", before
     if name not in SCRIPT_TASKS:

@@ -92,8 +92,7 @@ def bench_step(job: Job, device: torch.device, steps: int = 10, warmup_steps: in
     peak = torch.cuda.max_memory_allocated() / GIB if device.type == "cuda" else 0.0
     median = statistics.median(times)
     quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else [median] * 3
-    unaccounted = median - sum(time_breakdown.values())
-    if unaccounted > 0:
+    if (unaccounted := median - sum(time_breakdown.values())) > 0:
         time_breakdown["gaps"] = unaccounted
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     return StepReport(name, str(layout), compiled, getattr(step_fn, "graph", None) is not None,

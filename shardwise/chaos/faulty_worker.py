@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -99,20 +100,16 @@ class FaultInjector:
             before = self.run_path / "faults" / str(fault.number - 1)
             is_due = self.step >= fault.step if phase != "load" else before.exists() or not fault.number
             if fault.kind in kinds and is_due and phase in (None, fault.phase):
-                try:
-                    with (self.run_path / "faults" / str(fault.number)).open("x") as file:
-                        file.write(repr(time.time()))
-                except FileExistsError:
-                    continue
-                return fault
+                with suppress(FileExistsError), (self.run_path / "faults" / str(fault.number)).open("x") as file:
+                    file.write(repr(time.time()))
+                    return fault
         return None
 
     def trigger(self, phase: str) -> None:
         state_checksums = self.trainer.corruption_detector.state_checksums
         self._inject_bit_flip(state_checksums.weights, "weight", phase)
         self._inject_bit_flip(lambda: state_checksums.states()[:-1], "state", phase)  # the last has the step counts
-        fault = self.take_due(*SIGNALS, phase=phase)
-        if fault is None:
+        if (fault := self.take_due(*SIGNALS, phase=phase)) is None:
             return
         if fault.kind == "native abort":
             libc, delay = ctypes.CDLL(None), fault.number % 4 * 0.005  # in this phase, or somewhat later
@@ -128,8 +125,7 @@ class FaultInjector:
 
     def _inject_bit_flip(self, tracked: Callable[[], list[TrackedTensor]], kind: str, phase: str | None = None) -> None:
         """Flips a bit of one element of a random tensor, and records which tensor."""
-        fault = self.take_due(kind, phase=phase)
-        if fault is not None:
+        if (fault := self.take_due(kind, phase=phase)) is not None:
             rng = random.Random(fault.number)
             target = rng.choice([entry for entry in tracked() if entry.tensor.numel()])
             flip_tensor_bit(target.tensor, rng)

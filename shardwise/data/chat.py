@@ -21,7 +21,7 @@ from shardwise.console import pluralize
 from shardwise.data.chat_template import MARKS, ChatTemplate, Messages
 from shardwise.data.input_files import BadRecords, DataFile
 from shardwise.data.sample_stream import CountedSource, Samples
-from shardwise.data.text import parse_object
+from shardwise.data.text import parse_object, read_lines
 from shardwise.data.token_file import TokenFile, open_token_file, write_token_arrays
 from shardwise.data.tokenizer import Tokenizer
 from shardwise.errors import DataError, shorten
@@ -89,14 +89,12 @@ def read_conversations(files: Sequence[DataFile], bad_records: BadRecords, use: 
                        pairs: bool = False) -> Iterator[tuple[str, Any]]:  # fmt: skip
     """Yields where each conversation stands, and what `use` makes of messages and tools; `pairs`: two of each row."""
     for file in files:
-        with os_errors_as(DataError, f"{file.path} cannot be read"), file.open() as lines:
-            for number, line in enumerate(lines, start=1):
-                where = f"{file.path}, line {number}"
+        with os_errors_as(DataError, f"{file.path} cannot be read"):
+            for where, line in read_lines(file):
                 try:
-                    if line.strip():
-                        row = parse_object(line)
-                        used = [use(*parsed) for parsed in (parse_pair(row) if pairs else [parse_conversation(row)])]
-                        yield from ((where, one) for one in used)
+                    row = parse_object(line)
+                    used = [use(*parsed) for parsed in (parse_pair(row) if pairs else [parse_conversation(row)])]
+                    yield from ((where, one) for one in used)
                 except DataError as error:
                     bad_records.report(DataError(f"{where}: {error}"))
 

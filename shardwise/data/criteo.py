@@ -123,12 +123,9 @@ def _zipf_ranks(u: np.ndarray, counts: np.ndarray, exponent: float) -> np.ndarra
 
 def _next_coprime(values: np.ndarray, counts: Sequence[int]) -> np.ndarray:
     """Returns the smallest number >= each value that is coprime to its count: its multiples visit every row once."""
-    coprimes = []
-    for value, count in zip(values.tolist(), counts, strict=True):
-        while np.gcd(value, count) != 1:
-            value += 1
-        coprimes.append(value)
-    return np.array(coprimes, dtype=_U64)
+    while (has_divisor := np.gcd(values, np.array(counts, dtype=_U64)) != 1).any():
+        values = values + has_divisor
+    return values
 
 
 class CriteoClicks(ClickSource):

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection
-from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 
 import numpy as np
@@ -121,9 +120,8 @@ def _stop_prefetching(executor: ThreadPoolExecutor, stop: threading.Event, batch
 def _read_in_workers(reader: _RankReader, first_step: int, workers: int, stop: threading.Event) -> BatchIterator:
     pool: list[tuple[BaseProcess, Connection]] = []
     try:
-        context = _multiprocessing_context()
         for number in range(workers):
-            pool.append(_start_worker(context, reader, first_step + number, workers))
+            pool.append(_start_worker(reader, first_step + number, workers))
         for step in count(first_step):
             process, pipe = pool[(step - first_step) % workers]
             while not pipe.poll(_POLL_SECONDS):
@@ -139,15 +137,11 @@ def _read_in_workers(reader: _RankReader, first_step: int, workers: int, stop: t
             process.close()
 
 
-def _multiprocessing_context() -> BaseContext:
+def _start_worker(reader: _RankReader, first: int, stride: int) -> tuple[BaseProcess, Connection]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
-    return context
-
-
-def _start_worker(context: BaseContext, reader: _RankReader, first: int, stride: int) -> tuple[BaseProcess, Connection]:
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_worker_loop, args=(sender, reader, first, stride), daemon=True)  # type: ignore[attr-defined]
+    process = context.Process(target=_worker_loop, args=(sender, reader, first, stride), daemon=True)
     process.start()
     sender.close()  # the worker keeps the only write end, so its death closes the pipe
     return process, receiver

@@ -113,7 +113,7 @@ def read_chunks(data: DataConfig, files: Sequence[DataFile], bad: BadRecords | N
     for file in files:
         with os_errors_as(DataError, f"{file.path} cannot be read"):
             if data.source in ROW_SOURCES:
-                rows = _read_lines(file) if data.source == "jsonl" else read_rows(file.path, data.text_field)
+                rows = read_lines(file) if data.source == "jsonl" else read_rows(file.path, data.text_field)
                 yield from _read_texts(rows, data.text_field, bad_records)
             elif TAR.search(file.path.name):
                 yield from _read_texts(_read_tar(file, data.text_field), data.text_field, bad_records)
@@ -140,7 +140,7 @@ def _read_text_file(extent: DataFile) -> Iterator[TextChunk]:
             yield TextChunk(text, ends_document=not following)
 
 
-def _read_lines(extent: DataFile) -> Iterator[tuple[str, Any]]:
+def read_lines(extent: DataFile) -> Iterator[tuple[str, bytes]]:
     with extent.open() as file:
         yield from ((f"{extent.path}, line {number}", line) for number, line in enumerate(file, 1) if line.strip())
 

@@ -84,8 +84,7 @@ class ShardedDecoder:
         self.engine = make_engine(prepare(job, layout), device)
         if checkpoint is not None:
             load_into(checkpoint, self.engine, self.engine.make_optimizer(job), CheckpointGroup.create())
-        for chain in self.engine.chains:
-            chain.eval()
+        torch.nn.ModuleList(self.engine.chains).eval()
 
     def open_cache(self, tokens: int) -> None:
         return None

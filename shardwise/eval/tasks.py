@@ -199,10 +199,9 @@ def _plain(text: str, options: dict[str, Any]) -> str:
 def own_metric(name: str) -> Callable[[dict[str, Any], Any], Any]:
     """Returns the function that `python:module:function` names."""
     try:
-        function = resolve_name(name.removeprefix("python:"))
+        return resolve_name(name.removeprefix("python:"))  # type: ignore[no-any-return]
     except (ImportError, AttributeError, ValueError) as error:
         raise JobError(f"the metric {name!r} cannot be imported: {error}; write python:module:function.") from None
-    return function  # type: ignore[no-any-return]
 
 
 def evaluate(path: Path, data: Sequence[str], tasks: Sequence[Path], layout: str = "", step: str = "",

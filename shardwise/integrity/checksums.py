@@ -72,14 +72,11 @@ class StateChecksums:
         self.keeps_full_weights = isinstance(engine.data, Zero1)  # of which each rank updates a shard
 
     def _copy_kinds_of(self, param_shard: ParamShard, tied: list[str]) -> frozenset[str]:
-        kinds = set()
-        if param_shard.replica_axis is not None:
-            kinds.add("expert_replicas" if param_shard.is_expert else "replicas")
-        if param_shard.tensor_dim is None and self.engine.mesh["tensor"].size > 1:
-            kinds.add("tensor")
-        if tied.count(param_shard.name) == 1:  # it is 2 in a V-shaped schedule, where one rank has both stages
-            kinds.add("tied")
-        return frozenset(kinds)
+        is_copied = {"expert_replicas" if param_shard.is_expert else "replicas": param_shard.replica_axis is not None,
+                     "tensor": param_shard.tensor_dim is None and self.engine.mesh["tensor"].size > 1,
+                     # It is 2 in a V-shaped schedule, where one rank has both stages.
+                     "tied": tied.count(param_shard.name) == 1}  # fmt: skip
+        return frozenset(kind for kind, has_copies in is_copied.items() if has_copies)
 
     def weights(self) -> list[TrackedTensor]:
         """Returns the weights, and the low-precision copies that modules compute with. Embedding tables

@@ -305,11 +305,9 @@ class CorruptionDetector:
 
     def _check_redundant_compute(self, step: int, votes: Sequence[tuple[int, int]]) -> list[Corruption]:
         """Returns the ranks with a wrong result for the redundant micro-batch; tensor ranks share one result."""
-        groups: dict[int, list[int]] = {}
-        for rank, reference in enumerate(self.reference_ranks[:, -1].tolist()):
-            groups.setdefault(reference, []).append(rank)
-        outliers = set[int]()
-        for group in groups.values():
+        references, outliers = self.reference_ranks[:, -1], set[int]()
+        for reference in references.unique():
+            group = (references == reference).nonzero().flatten().tolist()
             indices = self.redundant_compute.find_outliers([votes[rank] for rank in group])
             outliers |= {group[index] for index in indices}
         if not outliers:

@@ -195,8 +195,7 @@ def _start_run(job: Job, say: Say, options: StartOptions, fork_server: ForkServe
 def _own(folder: RunFolder, say: Say, fork_server: ForkServer | None, ownership: ExitStack) -> RunStore | None:
     """Makes this launcher the one that writes the run's folder, and its object store, if it is in one."""
     ownership.enter_context(own_run(folder.path, say, fork_server))
-    store = RunStore.of(folder.path)
-    if store is not None:
+    if (store := RunStore.of(folder.path)) is not None:
         ownership.enter_context(store.claimed(say, on_loss=lambda: os.kill(os.getpid(), signal.SIGTERM)))
     return store
 

@@ -98,26 +98,25 @@ def rungs(runs: int, steps: int) -> Iterator[int]:
 def _train(job_file: Path, overrides: list[str], trials: list[Trial], until: int, total: int, parallel: int) -> None:
     """Trains runs until a step, `parallel` at a time, and judges them."""
     waiting = [trial for trial in trials if max(trial.losses(), default=0) < until]  # the sweep may be a repeated one
-    running: dict[int, tuple[Trial, subprocess.Popen[bytes]]] = {}
+    running: list[tuple[Trial, subprocess.Popen[bytes]]] = []
     try:
         while waiting or running:
             while waiting and len(running) < parallel:
-                process = _start(job_file, overrides, waiting[0])
-                running[process.pid] = waiting.pop(0), process
+                running.append((waiting[0], _start(job_file, overrides, waiting.pop(0))))
             time.sleep(0.1)
-            for pid, (trial, process) in list(running.items()):
+            for trial, process in list(running):
                 if until < total and max(trial.losses(), default=0) >= until and process.poll() is None:
                     process.terminate()  # saves a checkpoint and ends
                     process.wait()
                 if (status := process.poll()) is not None:
-                    del running[pid]
+                    running.remove((trial, process))
                     if status not in (0, EXIT_UNFINISHED, -signal.SIGTERM):  # the last: it was at its end
                         lines = trial.log.read_text(errors="replace").split("\n")
                         trial.problem = next((line for line in reversed(lines) if line.strip()), f"exit code {status}")
     finally:
-        for _, process in running.values():
+        for _, process in running:
             process.terminate()
-        for _, process in running.values():
+        for _, process in running:
             process.wait()
     for trial in trials:
         trial.judge(until)

@@ -103,9 +103,8 @@ def init_distributed(world_size: int, job: Job, store: str | None = None) -> tor
         forbid_pickles()
         host_staged.register_backend()
         backend = "gloo" if device.type == "cpu" else host_staged.BACKEND if is_shared else "nccl"
-        if store is None:
-            dist.init_process_group(backend, timeout=GROUP_TIMEOUT)
-        else:
-            rank, opened = int(os.environ["RANK"]), open_store(store, world_size)
-            dist.init_process_group(backend, timeout=GROUP_TIMEOUT, store=opened, rank=rank, world_size=world_size)
+        place: dict[str, Any] = {}  # without a store, PyTorch reads it from the environment
+        if store is not None:
+            place = {"store": open_store(store, world_size), "rank": int(os.environ["RANK"]), "world_size": world_size}
+        dist.init_process_group(backend, timeout=GROUP_TIMEOUT, **place)
     return device

@@ -8,7 +8,7 @@ import math
 import resource
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,10 +120,9 @@ def find_slowest_rank(rows: np.ndarray) -> dict[str, Any]:
     return {"rank": int(rank), "phase": PHASES[phase], "seconds": round(seconds, 6), "median": round(median, 6)}
 
 
-def find_alerts(phase_seconds: np.ndarray, seconds: np.ndarray, stages: int) -> list[tuple[str, str]]:
-    """Returns (key, sentence) for each straggler among the ranks of its stage, and for the worst data stall. The times
+def find_alerts(phase_seconds: np.ndarray, seconds: np.ndarray, stages: int) -> Iterator[tuple[str, str]]:
+    """Yields (key, sentence) for each straggler among the ranks of its stage, and for the worst data stall. The times
     are those of each rank in each of PHASES, and in all."""
-    alerts = []
     compute, optimizer, data, *_ = phase_seconds
     busy, seconds = compute + optimizer, np.maximum(seconds, 1e-9)
     for group in np.array_split(np.arange(len(busy)), stages):
@@ -133,13 +132,12 @@ def find_alerts(phase_seconds: np.ndarray, seconds: np.ndarray, stages: int) -> 
             if busy[rank] > STRAGGLER_RATIO * median and excess > ALERT_SHARE * seconds[rank]:
                 slowdown = f"computes {busy[rank] / max(median, 1e-9):.1f} times as long as its peers"
                 cost = f"which wait {100 * excess / seconds[rank]:.0f}% of each step for it"
-                alerts.append((f"straggler {rank}", f"rank {rank} {slowdown}, {cost}."))
+                yield f"straggler {rank}", f"rank {rank} {slowdown}, {cost}."
     data_shares = data / seconds
     rank = int(data_shares.argmax())
     if data_shares[rank] > ALERT_SHARE:
         message = f"rank {rank} spends {100 * data_shares[rank]:.0f}% of its step time waiting for data"
-        alerts.append((f"data {rank}", f"{message}; raise data.workers or use a faster source."))
-    return alerts
+        yield f"data {rank}", f"{message}; raise data.workers or use a faster source."
 
 
 def measure_clock_offset(ranks: Axis, device: torch.device) -> float:

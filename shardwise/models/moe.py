@@ -100,7 +100,8 @@ class MoE(nn.Module):
         if kept is not None:
             rows = tokens.repeat_interleave(self.top_k, 0)
             first, count = self.local_experts or (0, self.router.shape[0])
-            order = order[: len(order) * count // len(counts)] if is_fake(expert_ids) else order[kept[order]]
+            has_data = not isinstance(expert_ids, FakeTensor)
+            order = order[kept[order]] if has_data else order[: len(order) * count // len(counts)]
             kept_counts = tokens_per_expert(expert_ids.flatten()[order] - first, count)
             expert_out = self._run_experts(rows.index_select(0, order), kept_counts)
             rows = torch.zeros_like(rows).index_copy(0, order, expert_out)
@@ -112,7 +113,7 @@ class MoE(nn.Module):
     def _kept_mask(self, expert_ids: Tensor, samples: int, first_time: bool) -> Tensor | None:
         """Returns which routing choices this rank computes; None: all."""
         kept = None
-        if self.capacity_factor and not is_fake(expert_ids):
+        if self.capacity_factor and not isinstance(expert_ids, FakeTensor):  # a dry run has no data
             kept = within_capacity(expert_ids.reshape(samples, -1), self.router.shape[0], self.capacity_factor)
             if first_time:
                 dropped = (~kept).sum()
@@ -205,7 +206,7 @@ def fused(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @wraps(function)
     def run(x: Tensor, *args: Any) -> Tensor:
-        return (compiled() if x.is_cuda and not is_fake(x) else function)(x, *args)
+        return (compiled() if x.is_cuda and not isinstance(x, FakeTensor) else function)(x, *args)
 
     return run
 
@@ -273,14 +274,9 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return torch.cat([rows @ matrix.t() for rows, matrix in groups])
 
 
-def is_fake(tensor: Tensor) -> bool:
-    """Whether a tensor has no data (dry run)."""
-    return isinstance(tensor, FakeTensor)
-
-
 def group_sizes(counts: Tensor, x: Tensor) -> list[int]:
     """Returns the number of rows of `x` in each group, on the host; a dry run assumes an even split."""
-    if is_fake(counts):
+    if isinstance(counts, FakeTensor):
         rows, groups = x.shape[0], counts.shape[0]
         return [rows // groups + (group < rows % groups) for group in range(groups)]
     return [int(count) for count in counts.tolist()]

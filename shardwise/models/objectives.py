@@ -88,7 +88,4 @@ def _random_partition(rng: np.random.Generator, total: int, count: int) -> np.nd
 
 
 def _pad_with_eos(tokens: np.ndarray, length: int, eos: int, padding: int) -> np.ndarray:
-    padded = np.full(length, padding, dtype=np.int64)
-    padded[: len(tokens)] = tokens
-    padded[len(tokens)] = eos
-    return padded
+    return np.pad(np.append(tokens, eos), (0, length - len(tokens) - 1), constant_values=padding)

@@ -147,8 +147,6 @@ def open_folder(folder: Path, prefix: str) -> dict[str, Entry]:
 def check_shapes(folder: Path, needed: Mapping[str, torch.Size], found: Mapping[str, Any], unused: set[str]) -> None:
     """Raises JobError if weights are missing, have other shapes, or if there are weights that nothing uses."""
     for name, shape in needed.items():
-        if is_adapter(name):
-            continue
         if name not in found:
             missing = f"weight {name!r} of shape {tuple(shape)} (but {next(iter(found), 'nothing')!r})"
             raise JobError(f'{folder} has no {missing}; for random weights, set model.weights = "random".')
@@ -176,11 +174,9 @@ class PretrainedWeights(InitialValues):
 
     def check(self, chain: Chain) -> None:
         """Raises JobError if the folder does not have just the weights of a chain on the meta device."""
-        needed: dict[str, torch.Size] = {}
-        for name, weight in chain.named_unique_parameters():
-            if is_adapter(name):
-                continue
-            needed |= {part: tensor.shape for part, tensor in split_parameter(self.form, self.config, name, weight)}
+        own = [named for named in chain.named_unique_parameters() if not is_adapter(named[0])]
+        entries = (entry for named in own for entry in split_parameter(self.form, self.config, *named))
+        needed = {name: tensor.shape for name, tensor in entries}
         unused = self.entries.keys() - needed.keys() - ({"lm_head.weight"} if self.config.tied else set())
         check_shapes(self.folder, needed, self.entries, unused)
 
@@ -226,7 +222,7 @@ class ModuleWeights(InitialValues):
         weights = cls(open_folder(folder, prefix if has_prefix else ""), module)
         ignored = [re.compile(pattern) for pattern in getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()]
         unused = {name for name in weights.unused if not any(pattern.search(name) for pattern in ignored)}
-        shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+        shapes = {name: one.shape for name, one in module.named_parameters() if not is_adapter(name)}
         check_shapes(folder, shapes, weights.found, unused)
         for name, buffer in module.named_buffers():  # such as running averages
             if name in weights.found:

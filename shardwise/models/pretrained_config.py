@@ -149,14 +149,13 @@ def tokenizer_size(name: str) -> int:
     """Returns the number of ids of a tokenizer (`data.tokenizer`); 0 if it cannot be told."""
     if name.startswith("bpe:"):
         return int(name[4:]) if name[4:].isdecimal() and len(name) < 12 else 0
-    path = Path(name).expanduser()
-    try:
+    with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # reading the data says what is wrong
+        path = Path(name).expanduser()
         found = parse_json((path / "tokenizer.json" if path.is_dir() else path).read_bytes())
         pieces, added = found["model"]["vocab"], found.get("added_tokens") or ()
         ids = pieces.values() if isinstance(pieces, dict) else range(len(pieces))
         return 1 + max([*ids, *(token["id"] for token in added)])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return 0  # reading the data says what is wrong with it
+    return 0
 
 
 def mask_token(name: str) -> int:

@@ -48,11 +48,6 @@ def decode_blocks(codes: Tensor, scales: Tensor, levels: Tensor, block: int, off
     return levels[codes.int()] * scales.repeat_interleave(block, 1)[:, offset : offset + codes.shape[1]]
 
 
-def encode(weight: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Returns the codes of a weight that begins with a block, and the largest values of its blocks."""
-    return encode_blocks(weight, _levels(kind, weight.device), BLOCK)
-
-
 def decode(codes: Tensor, scales: Tensor, levels: Tensor, columns: int, offset: int = 0) -> Tensor:
     """Returns the values of codes, in float32; those of NF4 are two in a byte if there are fewer than `columns`."""
     if codes.shape[1] < columns:
@@ -62,7 +57,8 @@ def decode(codes: Tensor, scales: Tensor, levels: Tensor, columns: int, offset: 
 
 def round_weight(weight: Tensor, kind: str) -> Tensor:
     """Returns the values that a weight has after rounding. Rounding them again changes nothing."""
-    return decode(*encode(weight, kind), _levels(kind, weight.device), weight.shape[1])
+    levels = _levels(kind, weight.device)
+    return decode(*encode_blocks(weight, levels, BLOCK), levels, weight.shape[1])
 
 
 @torch.no_grad()
@@ -117,14 +113,15 @@ def drop_weight(module: Any, kind: str, offset: int) -> None:
 def store_weight(module: Any, weight: Tensor) -> None:
     """Stores a weight whose first column begins a block, up to `frozen_form`'s offset beyond its own first column."""
     kind, columns, offset = module.frozen_form
-    codes, scales = encode(weight, kind)
+    levels = _levels(kind, weight.device)
+    codes, scales = encode_blocks(weight, levels, BLOCK)
     codes = codes[:, offset : offset + columns]
     if kind == "nf4":
         low, high = F.pad(codes, (0, columns % 2)).unflatten(1, (-1, 2)).unbind(2)
         codes = low | high << 4
     module.weight_codes.copy_(codes)
     module.weight_scales.copy_(scales)
-    module.weight_levels.copy_(_levels(kind, weight.device))
+    module.weight_levels.copy_(levels)
 
 
 def _forward(module: Any, x: Tensor) -> Tensor:

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from shardwise.comm.collectives import Axis, all_reduce, all_to_all, all_to_all_with_grad
 from shardwise.errors import LayoutError
 from shardwise.layout import Layout
 from shardwise.models.chain import Chain
 from shardwise.models.config import ModelConfig
-from shardwise.models.moe import MoE, group_sizes, is_fake
+from shardwise.models.moe import MoE, group_sizes
 from shardwise.models.sharding import ShardDim
 from shardwise.parallel.mesh import Mesh
 
@@ -123,7 +124,7 @@ class TokenDispatcher:
         by_rank = received_counts.view(ranks, -1)  # (source rank, expert)
         sent, received = group_sizes(counts.view(ranks, -1).sum(1), rows), group_sizes(by_rank.sum(1), rows)
         rows = all_to_all_with_grad(rows, received, sent, self.axis)
-        if is_fake(counts):
+        if isinstance(counts, FakeTensor):
             permutation = torch.arange(rows.shape[0], device=rows.device)
         else:
             experts = torch.arange(by_rank.shape[1], device=rows.device).repeat(ranks)

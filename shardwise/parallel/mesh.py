@@ -84,10 +84,9 @@ class Mesh:
         self._axes["data"] = self["shard"]
         self._axes["replicas"] = SINGLE_RANK if self.layout.shard > 1 else self["context"]
         self._axes["world"] = SINGLE_RANK
-        for ranks in grid.movedim(1, 0).flatten(1).tolist() if self.layout.world > self.layout.replicate else ():
-            group = dist.new_group(ranks)
-            if self.rank in ranks:
-                self._axes["world"] = self._axis("world", group)
+        if self.layout.world > self.layout.replicate:
+            group, _ = dist.new_subgroups_by_enumeration(grid.movedim(1, 0).flatten(1).tolist())
+            self._axes["world"] = self._axis("world", group)
 
     def _make_expert_axes(self, grid: torch.Tensor) -> None:
         names = ("pipeline", "replicate", "expert_replicas", "expert", "tensor")

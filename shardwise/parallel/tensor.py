@@ -71,8 +71,7 @@ def apply(chain: Chain, axis: Axis) -> dict[str, int | None]:
         return sharded_dims
     shapes = {name: parameter.shape for name, parameter in chain.named_parameters(remove_duplicate=False)}
     for name, shape in shapes.items():
-        shard_dim = chain.sharding_plan.shard_dim_of(name)
-        if shard_dim is not None:
+        if (shard_dim := chain.sharding_plan.shard_dim_of(name)) is not None:
             _shard_parameter(chain, name, shape, shard_dim, axis)
             dim = shard_dim.dim if splits_evenly(shard_dim, shape, axis.size) else None
             sharded_dims[chain.sharding_plan.canonical_name(name)] = dim

@@ -135,8 +135,7 @@ class CheckpointManager:
     def snapshot(self, step: int, engine: Engine, optimizer: Optimizer, state: Mapping[str, Any]) -> str:
         """Copies all state to host memory. If it does not fit, disables snapshots and returns why, on every rank."""
         assert self.snapshots is not None
-        problem = self.snapshots.take(step, collect_pieces(engine, optimizer), {"step": step, **state})
-        if problem:
+        if problem := self.snapshots.take(step, collect_pieces(engine, optimizer), {"step": step, **state}):
             self.snapshots = None
         return problem
 
@@ -295,7 +294,7 @@ def sharded_optimizer(optimizer: Optimizer) -> ShardedOptimizer | None:
 @torch.no_grad()
 def restore(index: Index, engine: Engine, optimizer: Optimizer, read: Callable[[Pieces], None]) -> None:
     """Loads a verified checkpoint into an engine and its optimizer; `read` fills the shards passed to it."""
-    init_optimizer_state(index, optimizer, engine.param_shards)
+    init_optimizer_state(index, optimizer, engine.dense_shards)  # tables have theirs since they were built
     residuals = error_feedback.error_feedback_targets(engine, index)
     # A local SGD replica that the checkpoint does not have starts from the state of replica 0.
     replica_prefix = f"replica{engine.mesh['local_sgd'].index}."
@@ -309,8 +308,7 @@ def restore(index: Index, engine: Engine, optimizer: Optimizer, read: Callable[[
     for source, copy in share_tied_weights(engine):
         for key, value in optimizer.state[source].items():
             optimizer.state[copy][key].copy_(value)
-    sharded = sharded_optimizer(optimizer)
-    if sharded is not None:
+    if (sharded := sharded_optimizer(optimizer)) is not None:
         sharded.after_load()
     engine.data.sync_weights()
 
@@ -336,8 +334,6 @@ def init_optimizer_state(index: Index, optimizer: Optimizer, param_shards: list[
     step_on_device = {id(p): g.get("fused") or g.get("capturable") for g in optimizer.param_groups for p in g["params"]}
     sharded = sharded_optimizer(optimizer)
     for param_shard in param_shards:
-        if param_shard.is_table:
-            continue  # tables allocate their state when they are built
         weight, state = param_shard.tensor, optimizer.state[param_shard.tensor]
         state.clear()
         for key, entry in entries.get(param_shard.name, {}).items():

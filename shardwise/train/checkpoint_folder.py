@@ -151,9 +151,7 @@ def find_newest_valid(folder: Path, group: CheckpointGroup, step: int | None = N
         available = ", ".join(str(number) for number, _ in candidates) or "none"
         raise CheckpointError(f"{folder} has no checkpoint of step {step}; available: {available}.")
     damaged: list[tuple[Path, str]] = []
-    for number, path in candidates:
-        if step is not None and number != step:
-            continue
+    for path in [path for number, path in candidates if step in (None, number)]:
         prepare(path)
         problems, manifest = verify_checkpoint_files(path, group)
         if not problems:

@@ -4,6 +4,7 @@ Row n of `residual.NAME` is the residual of the n-th rank of the compressed axis
 rank gets its own residual back; otherwise each gets an equal share of their sum, so nothing is lost."""
 
 import math
+from dataclasses import replace
 
 import torch
 
@@ -21,13 +22,9 @@ def _compression_axis(data: DataParallel) -> Axis:
 
 def _residual_region(data: DataParallel, param_shard: ParamShard) -> tuple[tuple[int, ...], list[int]]:
     """Returns offsets and shape of this rank's residual: its shard across replicas, else its tensor-parallel shard."""
-    if data.mesh["replicate"].size > 1:
-        return param_shard.offset_and_shape
-    start, size = [0] * len(param_shard.shape), list(param_shard.shape)
-    if param_shard.tensor_dim is not None:
-        dim = param_shard.tensor_dim
-        start[dim], size[dim] = data.mesh["tensor"].span(size[dim])
-    return tuple(start), size
+    is_replicated, tensor = data.mesh["replicate"].size > 1, data.mesh["tensor"]
+    splits = tuple((dim, axis) for dim, axis in param_shard.sharded_dims if is_replicated or axis is tensor)
+    return replace(param_shard, sharded_dims=splits).offset_and_shape
 
 
 def _low_rank_key(data: DataParallel, name: str) -> str:

@@ -248,12 +248,12 @@ def export_run(run: Path, out: Path, step: str | None, dtype: str, max_file_byte
         raise JobError(f"{out} exists; give a folder that does not, so that nothing is overwritten.")
     folder = RunFolder.open(run, weights=True, step=int(step) if step and step.isdecimal() else None)
     job = folder.job()
-    lora = job.model.lora
-    if lora is None and merge:
+    is_whole = job.model.lora is None or merge
+    if job.model.lora is None and merge:
         raise JobError(f"{run} has no adapters to merge; use `shardwise export`.")
-    if lora is not None and check and not merge:
+    if check and not is_whole:
         raise JobError("--check compares whole models; use it with `shardwise merge`.")
-    auto = torch.float32 if lora is not None and not merge else _folder_dtype(job)
+    auto = _folder_dtype(job) if is_whole else torch.float32
     export = open_checkpoint(folder, step, DTYPES.get(dtype) or auto)
     before(export)
     temporary = out.with_name(f"{out.name}.partial-{uuid.uuid4().hex[:8]}")
@@ -262,10 +262,7 @@ def export_run(run: Path, out: Path, step: str | None, dtype: str, max_file_byte
     with os_errors_as(RunError, f"{out} could not be written"), ExitStack() as leaving:
         leaving.callback(shutil.rmtree, temporary, ignore_errors=True)
         copy_tokenizer_files(folder.path, temporary)  # before those of the weights that it started from
-        if lora is not None and not merge:
-            size = export.write_adapter(temporary, job.model)
-        else:
-            size = export.write(temporary, max_file_bytes)
+        size = export.write(temporary, max_file_bytes) if is_whole else export.write_adapter(temporary, job.model)
         checked = export.check(temporary) if check else ""
         added = after(export, temporary, checked)
         temporary.rename(out)  # of which nothing is left to remove

@@ -4,7 +4,7 @@ import math
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -117,15 +117,13 @@ class TrainingLoop:
 
     def run(self) -> None:
         first = self._restore()
-        try:
+        with closing(self.progress):
             while True:
                 try:
                     self.corruption_detector.reset()
                     return self._train(first)
                 except Rollback as reason:
                     first = self._roll_back(reason)
-        finally:
-            self.progress.close()
 
     def _train(self, first: int) -> None:
         """Takes all steps after step `first`, or until a signal asks it to stop."""

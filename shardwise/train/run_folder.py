@@ -163,11 +163,10 @@ class RunFolder:
 
     def preferences(self, data: list[str]) -> list[list[float]] | None:
         """Returns how much the first model of a DPO run prefers each chosen answer, by source; None if none is kept."""
-        try:
+        with suppress(OSError, TypeError, ValueError, KeyError):
             kept = parse_json(self._preferences.read_bytes())
             return [[float(score) for score in scores] for scores in kept["scores"]] if kept["data"] == data else None
-        except (OSError, TypeError, ValueError, KeyError):
-            return None
+        return None
 
     def write_preferences(self, data: list[str], scores: list[list[float]]) -> None:
         write_text(self._preferences, json.dumps({"data": data, "scores": scores}))

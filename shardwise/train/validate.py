@@ -58,8 +58,7 @@ def validate(engine: Engine, job: Job, source: Source, tokenizer: Tokenizer | No
     metrics = [] if task is None else sorted(task.metrics)
     totals = torch.zeros(5 + len(metrics), dtype=torch.float64)  # loss, targets, bytes, correct, samples; metrics
     heads = [module for chain in engine.chains for module in chain.modules() if isinstance(module, ClassifierHead)]
-    for chain in engine.chains:
-        chain.eval()
+    torch.nn.ModuleList(engine.chains).eval()
     for samples, weight in _batches(stream, job, data):
         with collected_gaps() as gaps:
             batch_loss = engine.evaluate(samples.to(engine.mesh.device)) * weight
@@ -75,8 +74,7 @@ def validate(engine: Engine, job: Job, source: Source, tokenizer: Tokenizer | No
             totals[1] += float(engine.num_targets(samples)) * weight
             totals[4] += samples.ids.numel() * weight
             totals[2] += tokenizer.count_bytes(counted.numpy()) if tokenizer is not None and has_bytes else 0
-    for chain in engine.chains:
-        chain.train()
+    torch.nn.ModuleList(engine.chains).train()
     for head in heads:
         totals[3] += int(head.num_correct)
         head.num_correct = 0
@@ -102,8 +100,7 @@ def score_pairs(engine: Engine, job: Job, source: Any) -> np.ndarray:
     data, count = engine.mesh["data"], len(source)
     scores = torch.zeros(count, dtype=torch.float64)
     stream = job_stream(job, source, shuffle=False)
-    for chain in engine.chains:
-        chain.eval()
+    torch.nn.ModuleList(engine.chains).eval()
     for number in range(-(-count // job.samples)):
         indices = rank_positions(number, job.samples, data.size, data.index)
         with collected_gaps() as gaps:
@@ -111,8 +108,7 @@ def score_pairs(engine: Engine, job: Job, source: Any) -> np.ndarray:
         if gaps:
             within = indices < count
             scores[indices[within]] = -torch.cat(gaps).double().cpu()[within] / _copies(engine)
-    for chain in engine.chains:
-        chain.train()
+    torch.nn.ModuleList(engine.chains).train()
     scores = scores.to(engine.mesh.device)
     all_reduce(scores, axis=engine.mesh.all_ranks)
     return scores.cpu().numpy()

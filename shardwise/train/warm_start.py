@@ -36,8 +36,7 @@ def _parse(job: Job) -> tuple[Path, int | None] | None:
 
 def name_step(job: Job, previous: Job | None = None) -> Job:
     """Returns the job with the step that it starts from; a run that goes on takes the step of its `previous` job."""
-    start = _parse(job)
-    if start is None:
+    if (start := _parse(job)) is None:
         return job
     run, step = str(start[0].resolve()), start[1]
     if previous is not None and previous.model.weights.rpartition("@")[0] == run and step is None:
@@ -72,8 +71,7 @@ class StoredWeight:
 
 def run_weights(job: Job) -> RunWeights | None:
     """Returns the weights of the run that a job starts from, if it starts from a run."""
-    start = _parse(job)
-    if start is None:
+    if (start := _parse(job)) is None:
         return None
     paths = dict(reversed(valid_checkpoints(RunFolder.open(start[0]).checkpoints)))
     if start[1] not in paths:
@@ -87,8 +85,7 @@ def check_start(prepared: Prepared) -> str:
     if job.model.weights_folder is not None:
         prepared.model.initial.check(prepared.model)  # type: ignore[union-attr]
         return f"starts from the weights of {job.model.weights_folder}"
-    start = _parse(job)
-    if start is None:
+    if (start := _parse(job)) is None:
         return ""
     choice = find_newest_valid(RunFolder.open(start[0]).checkpoints, CheckpointGroup(), start[1])
     assert choice.path is not None, "name_step found it"

@@ -166,8 +166,7 @@ def memory_table(run: RunData) -> dict[str, Any]:
 
 def mesh_summary(run: RunData) -> dict[str, Any] | None:
     """Returns the mesh axes, outermost first, and the share of step time waited on each."""
-    layout = run.layout
-    if layout is None:
+    if (layout := run.layout) is None:
         return None
     shares = time_shares(run).items()
     waits = {axis: round(share, 4) for (kind, axis), share in shares if kind == "wait_seconds" and share > 1e-4}

@@ -56,10 +56,9 @@ class MessageChannel:
 
     def receive(self) -> list[Message] | None:
         """Blocks until data arrives and returns the complete messages; None once the peer is gone."""
-        try:
+        chunk = b""
+        with suppress(OSError):
             chunk = self.connection.recv(1 << 16)
-        except OSError:
-            return None
         if not chunk:
             return None
         *lines, self._buffer = (self._buffer + chunk).split(b"\n")
@@ -133,8 +132,7 @@ def serve(connection: socket.socket) -> None:
                 for message in _poll_workers(group):
                     channel.send({"group": name, **message})
         if connection.fileno() in ready:
-            commands = channel.receive()
-            if commands is None:
+            if (commands := channel.receive()) is None:
                 break
             for command in commands:
                 snapshot_keys.add(command.get("snapshots", ""))

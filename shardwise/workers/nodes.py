@@ -37,7 +37,7 @@ from shardwise.console import pluralize, print_line
 from shardwise.errors import JobError, RunError, ShardwiseError
 from shardwise.object_store import parse_url
 from shardwise.workers import node_channel
-from shardwise.workers.fork_server import ForkServer, Message, MessageChannel
+from shardwise.workers.fork_server import ForkServer, Message
 from shardwise.workers.node_channel import HEARTBEAT_INTERVAL, PATIENCE, SECRET_HELP, Handshake, NodeChannel
 from shardwise.workers.worker_pool import FORK_SERVER_LOST, NodeSlots, WorkerPool
 
@@ -134,14 +134,7 @@ class NodeCoordinator(WorkerPool):
         return [*super().pollables(), *self._handshakes, self._listener]
 
     def receive(self, timeout: float) -> None:
-        for ready in select.select(self.pollables(), [], [], timeout)[0]:
-            if ready is self._listener:
-                self._accept()
-            elif isinstance(ready, Handshake):
-                if ready in self._handshakes:
-                    self._proceed(ready)
-            else:
-                self.receive_from(ready)
+        super().receive(timeout)
         for late in [one for one in self._handshakes if one.deadline < time.monotonic()]:
             self._drop(late, "it did not prove the secret of the run in time")
         for node in list(self.nodes):
@@ -149,9 +142,14 @@ class NodeCoordinator(WorkerPool):
             if silence:
                 self._mark_lost(node, f"sent no heartbeat for {silence:.1f} s")
 
-    def receive_from(self, channel: MessageChannel) -> None:
-        if not isinstance(channel, NodeChannel):
+    def receive_from(self, channel: Any) -> None:
+        if channel is self._listener:
+            self._accept()
+        elif channel in self._handshakes:
+            self._proceed(channel)
+        elif not isinstance(channel, NodeChannel | Handshake):
             super().receive_from(channel)
+        if not isinstance(channel, NodeChannel):
             return
         messages = channel.receive()
         for node in [one for one in self.nodes if one.channel is channel]:
@@ -293,17 +291,14 @@ class NodeAgent:
         """Serves until the coordinator shuts down; returns whether the run finished. Raises RunError if it is lost."""
         previous = signal.signal(signal.SIGTERM, lambda *_: setattr(self, "is_stopping", True))
         try:
-            while True:
+            while (channel := self._join()) is not None:
                 self.commands, self.preparing = [], None
-                channel = self._join()
-                if channel is None:
-                    return False
-                is_finished = self._relay_messages(channel)
-                if is_finished is not None:
+                if (is_finished := self._relay_messages(channel)) is not None:
                     return is_finished
                 for name in self.worker_groups:
                     self.fork_server.send({"kill": name, "signal": signal.SIGKILL})
                 channel.close()
+            return False
         finally:
             signal.signal(signal.SIGTERM, previous)
 
@@ -342,8 +337,7 @@ class NodeAgent:
                 has_asked = True
             ready = select.select([channel, self.fork_server], [], [], HEARTBEAT_INTERVAL)[0]
             if self.fork_server in ready:
-                messages = self.fork_server.receive()
-                if messages is None:
+                if (messages := self.fork_server.receive()) is None:
                     raise RunError(FORK_SERVER_LOST)
                 self._send_files(channel)  # before node 0 learns that a worker has ended
                 for message in messages:
@@ -352,15 +346,11 @@ class NodeAgent:
             while self.commands and self._is_ready(self.commands[0]):
                 self.fork_server.send(self.commands.pop(0))
             if channel in ready:
-                commands = channel.receive()
-                if commands is None:
+                if (commands := channel.receive()) is None:
                     return None
                 for command in commands:
                     if "shutdown" in command:
                         return bool(command["shutdown"])
-                    if "patience" in command:
-                        channel.patience = command["patience"]
-                        continue
                     if "rejected" in command:
                         self.rejections += 1  # a node may rejoin before the coordinator has noticed its loss
                         if self.rejections > MAX_REJECTIONS or command["is_final"]:
@@ -371,7 +361,9 @@ class NodeAgent:
                         self.worker_groups.add(command["fork"])
                         self.rejections = 0
                         command["environment"] = environment
-                    if "heartbeat" not in command:
+                    if "patience" in command:
+                        channel.patience = command["patience"]
+                    elif "heartbeat" not in command:
                         self.commands.append(command)
             elif channel.silence_if_lost():
                 return None

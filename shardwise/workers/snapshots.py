@@ -230,13 +230,11 @@ class SnapshotStore:
         buffer = self._buffers.get((rank, slot))
         if buffer is not None and buffer.numel() == size:
             return buffer
-        descriptor = os.open(self.folder / f"rank-{rank}.{slot}", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
-            if os.fstat(descriptor).st_size < size:
-                os.ftruncate(descriptor, size)
-            self._buffers[rank, slot] = in_huge_pages(mmap.mmap(descriptor, size))
-        finally:
-            os.close(descriptor)
+        path = self.folder / f"rank-{rank}.{slot}"
+        with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+b") as file:
+            if os.fstat(file.fileno()).st_size < size:
+                file.truncate(size)
+            self._buffers[rank, slot] = in_huge_pages(mmap.mmap(file.fileno(), size))
         return self._buffers[rank, slot]
 
 

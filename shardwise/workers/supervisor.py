@@ -80,12 +80,10 @@ class Supervisor:
         """Runs to completion, through restarts. Raises the failure that restarts cannot fix."""
         self.worker_pool.remove_snapshots()
         try:
-            while True:
-                failure = self._run_attempt(resume)
-                if failure is None:
-                    return
+            while (failure := self._run_attempt(resume)) is not None:
+                self.worker_pool.kill_and_wait(self.worker_group)
                 self._handle_failure(failure)
-                resume = True
+                resume, self.worker_group = True, None
         finally:
             for worker_group in (self.worker_group, self.standby_group):
                 self.worker_pool.kill_and_wait(worker_group)
@@ -179,16 +177,13 @@ class Supervisor:
                        for rank, code in blamed.items()}  # fmt: skip
             finding = self._record_diagnosis("killed", reasons)
             ranks = finding.culprits or first_failed[:1]
-            failure = WorkerFailure("killed", ranks, heartbeats.get(ranks[0], {}).get("step", 0), finding.message)
-        else:
-            record = records[0]
-            rank, trace, code = record["rank"], record["trace"], record["exit_code"]
-            summary = " ".join(record["message"].strip().splitlines()[:1])
-            finding = self._record_diagnosis("failed", {rank: f"failed with {record['kind']}: {summary}"})
-            ranks, step = finding.culprits or [rank], heartbeats.get(rank, {}).get("step", 0)
-            failure = WorkerFailure("failed", ranks, step, finding.message, failure_text(record), trace is None, code)
-        self.worker_pool.kill_and_wait(worker_group)
-        return failure
+            return WorkerFailure("killed", ranks, heartbeats.get(ranks[0], {}).get("step", 0), finding.message)
+        record = records[0]
+        rank, trace, code = record["rank"], record["trace"], record["exit_code"]
+        summary = " ".join(record["message"].strip().splitlines()[:1])
+        finding = self._record_diagnosis("failed", {rank: f"failed with {record['kind']}: {summary}"})
+        ranks, step = finding.culprits or [rank], heartbeats.get(rank, {}).get("step", 0)
+        return WorkerFailure("failed", ranks, step, finding.message, failure_text(record), trace is None, code)
 
     def _diagnose_hang(self, worker_group: WorkerGroup, stopped: list[int]) -> WorkerFailure:
         exit_reasons = dict.fromkeys(stopped, "is stopped (SIGSTOP)")
@@ -198,7 +193,6 @@ class Supervisor:
         finding = self._record_diagnosis(kind, exit_reasons)
         ranks = finding.culprits or [0]
         step = diagnosis.read_heartbeats(self.run_path).get(ranks[0], {}).get("step", 0)
-        self.worker_pool.kill_and_wait(worker_group)
         return WorkerFailure(kind, ranks, step, finding.message)
 
     def _diagnose_lost_node(self, worker_group: WorkerGroup) -> WorkerFailure:
@@ -206,7 +200,6 @@ class Supervisor:
         ranks, step = sorted(worker_group.lost_ranks), self._latest_step()
         reason = min(worker_group.lost_ranks.values())
         reason = reason if len(ranks) == 1 else reason.replace("is unreachable", "are unreachable")
-        self.worker_pool.kill_and_wait(worker_group)
         return WorkerFailure("node_lost", ranks, step, f"{format_ranks(ranks)} {reason} in step {step}.")
 
     def _latest_step(self) -> int:

@@ -8,6 +8,7 @@ import signal
 import tempfile
 import time
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +56,12 @@ class WorkerGroup:
     def receive(self, message: Message) -> None:
         if "pids" in message:
             self.pids |= {int(rank): pid for rank, pid in message["pids"].items()}
-        elif "code" in message:
-            self.exit_codes[message["rank"]] = message["code"]
-            self.stopped_since.pop(message["rank"], None)
-        elif message["stopped"]:
+        elif message.get("stopped"):
             self.stopped_since.setdefault(message["rank"], time.monotonic())
-        else:
+        else:  # it continues, or has ended
             self.stopped_since.pop(message["rank"], None)
+        if "code" in message:
+            self.exit_codes[message["rank"]] = message["code"]
 
 
 class WorkerPool:
@@ -89,12 +89,9 @@ class WorkerPool:
 
     def fork(self, name: str, layout: str, size: int, entry: str, extra: list[str], as_standby: bool) -> WorkerGroup:
         """Starts a group of workers, or of standby workers, on the first free slots; `extra` are more arguments."""
-        ranks_by_node, next_rank = {}, 0
-        for node in self.nodes:
-            count = min(len(node.slots), size - next_rank)
-            ranks_by_node[node.index] = list(range(next_rank, next_rank + count))
-            next_rank += count
-        assert next_rank == size, f"{size} workers, but {self.size} slots"
+        unplaced = iter(range(size))
+        ranks_by_node = {node.index: list(islice(unplaced, len(node.slots))) for node in self.nodes}
+        assert not list(unplaced), f"{size} workers, but {self.size} slots"
         command = {"fork": name, "size": size, "entry": entry, "standby": as_standby}
         for node in self.nodes:
             if ranks := ranks_by_node[node.index]:
@@ -137,8 +134,7 @@ class WorkerPool:
         """Waits up to `timeout` seconds until the pool has `size` slots. On one machine, returns at once."""
 
     def receive_from(self, channel: MessageChannel) -> None:
-        messages = channel.receive()
-        if messages is None:
+        if (messages := channel.receive()) is None:
             raise RunError(FORK_SERVER_LOST)
         self.dispatch(messages)
 

@@ -3,6 +3,7 @@
 import copy
 import inspect
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -269,11 +270,9 @@ class HuggingFaceFamily(ModuleFamily):
         for args in (layers | _smaller_widths(config.hf), layers):
             changes = {"sequence": min(config.sequence, 32), "args": {**config.args, **args}, "weights": "random"}
             small = config.model_copy(update=changes)
-            try:
+            with suppress(Exception):  # sizes that do not go together; transformers raises what it likes
                 meta_chain(small)
-            except Exception:  # noqa: BLE001, S112 - sizes that do not go together; transformers raises what it likes
-                continue
-            return small
+                return small
         return config
 
     def _plan(self, config: Any, module: nn.Module, anatomy: Anatomy) -> ShardingPlan:
