@@ -57,7 +57,7 @@ class DataParallel:
                 axis = self.mesh["expert_replicas" if expert else "fsdp"]
                 splits = [(tensor_dim, self.mesh["tensor"]), (0, self.mesh["expert"] if expert else SINGLE_RANK)]
                 if weight.requires_grad or isinstance(weight, DTensor):  # others are frozen, and whole on every rank
-                    splits.append((0, axis))
+                    splits.append((self.sharded_dim(weight, axis), axis))
                 sharded_dims = tuple((dim, over) for dim, over in splits if dim is not None and over.size > 1)
                 if not weight.requires_grad:
                     local = weight.to_local() if isinstance(weight, DTensor) else weight
@@ -72,6 +72,12 @@ class DataParallel:
                                          chain.sharding_plan.is_matrix(name, len(shape)))  # fmt: skip
                 self.param_pairs.append((weight, param_shard))
         return [param_shard for _, param_shard in self.param_pairs]
+
+    def sharded_dim(self, weight: Tensor, axis: Axis) -> int:
+        """Returns the dimension along which the ranks of an axis shard a weight: the first, unless it is a stack of
+        matrices, such as experts, whose number they do not divide, but another dimension."""
+        is_uneven = weight.dim() > 2 and weight.shape[0] % axis.size > 0 and self.compressor is None
+        return next((dim for dim in (1, 2) if is_uneven and weight.shape[dim] % axis.size == 0), 0)
 
     def should_compress(self, param_shard: ParamShard) -> bool:
         """Whether a gradient is reduced compressed: it is large, and only data-parallel ranks contribute to it."""
@@ -152,8 +158,8 @@ class Zero1(DataParallel):
     def local_shard(self, weight: nn.Parameter, axis: Axis) -> Tensor:
         if axis.size == 1:
             return weight
-        first, length = axis.span(weight.shape[0])
-        return weight.detach()[first : first + length]
+        dim = self.sharded_dim(weight, axis)
+        return weight.detach().narrow(dim, *axis.span(weight.shape[dim])).contiguous()
 
     def reduction_groups(self) -> Iterator[tuple[Axis, Axis, ParamPairs]]:
         """Yields (shard axis, replica axis, weights that ranks share); experts split over ranks have their own axes."""
@@ -174,8 +180,8 @@ class Zero1(DataParallel):
                 self._reduce_scatter_compressed(shard, bucket)
             pairs, compressed = [pair for pair in pairs if not self.should_compress(pair[1])], []
         for bucket in _make_buckets(pairs):
-            sizes = [_padded_shard_numel(weight, shard) for weight, _ in bucket]
-            packed = torch.cat([_gradient_rows(weight, shard) for weight, _ in bucket], dim=1)
+            rows = [self._gradient_rows(weight, shard) for weight, _ in bucket]
+            sizes, packed = [row.shape[1] for row in rows], torch.cat(rows, dim=1)
             for weight, _ in bucket:
                 weight.grad = None
             reduced = packed[0]
@@ -192,24 +198,38 @@ class Zero1(DataParallel):
     def _reduce_scatter_compressed(self, shard: Axis, bucket: ParamPairs) -> None:
         """Reduce-scatters a bucket compressed and sets this rank's gradients."""
         assert self.compressor is not None
-        rows = [_gradient_rows(weight, shard) for weight, _ in bucket]
+        rows = [self._gradient_rows(weight, shard) for weight, _ in bucket]
         shapes = [weight.shape for weight, _ in bucket]
         sums = self.compressor.reduce_scatter([param_shard.name for _, param_shard in bucket], rows, shapes, shard)
         for (weight, param_shard), piece in zip(bucket, sums, strict=True):
             weight.grad = None
             param_shard.tensor.grad = piece[: param_shard.tensor.numel()].view(param_shard.tensor.shape)
 
+    def _gradient_rows(self, weight: nn.Parameter, shard: Axis) -> Tensor:
+        """Returns a weight's gradient as one row per shard rank, zero-padded to rows of equal length."""
+        assert weight.grad is not None
+        dim, size = self.sharded_dim(weight, shard), self._padded_shard_numel(weight, shard)
+        grad = torch.cat(weight.grad.chunk(shard.size, dim)) if dim else weight.grad
+        return flatten_and_pad(grad, shard.size * size).view(shard.size, size)
+
+    def _padded_shard_numel(self, weight: Tensor, shard: Axis) -> int:
+        """Returns the elements of a weight's largest shard; smaller shards are padded to it."""
+        length = weight.shape[self.sharded_dim(weight, shard)]
+        return -(-length // shard.size) * (weight.numel() // length)
+
     @torch.no_grad()
     def gather_weights(self) -> None:
         for shard, _, pairs in self.reduction_groups():
             for bucket in _make_buckets(pairs) if shard.size > 1 else ():
-                sizes = [_padded_shard_numel(weight, shard) for weight, _ in bucket]
+                sizes = [self._padded_shard_numel(weight, shard) for weight, _ in bucket]
                 local = torch.cat([flatten_and_pad(p.tensor, size) for (_, p), size in zip(bucket, sizes)])
                 gathered = local.new_empty(shard.size * local.numel())
                 all_gather(gathered, local, axis=shard)
                 columns = gathered.view(shard.size, -1).split(sizes, dim=1)
-                for (weight, _), column in zip(bucket, columns, strict=True):
-                    weight.detach().copy_(column.reshape(-1)[: weight.numel()].view(weight.shape))
+                for (weight, p), column in zip(bucket, columns, strict=True):
+                    dim, flat = self.sharded_dim(weight, shard), column.reshape(-1)[: weight.numel()]
+                    parts = flat.view(shard.size, *p.tensor.shape).unbind() if dim else [flat.view(weight.shape)]
+                    weight.detach().copy_(torch.cat(parts, dim) if dim else parts[0])
 
 
 def all_reduce_gradients(data: DataParallel, gradients: list[tuple[ParamShard, Tensor]], replicas: Axis) -> None:
@@ -235,18 +255,6 @@ def _make_buckets(pairs: ParamPairs) -> Iterator[ParamPairs]:
         bucket_bytes += size
     if bucket:
         yield bucket
-
-
-def _padded_shard_numel(weight: Tensor, shard: Axis) -> int:
-    """Returns the elements of a weight's largest shard; smaller shards are padded to it."""
-    return -(-weight.shape[0] // shard.size) * (weight.numel() // weight.shape[0])
-
-
-def _gradient_rows(weight: nn.Parameter, shard: Axis) -> Tensor:
-    """Returns a weight's gradient as one row per shard rank, zero-padded to rows of equal length."""
-    assert weight.grad is not None
-    size = _padded_shard_numel(weight, shard)
-    return flatten_and_pad(weight.grad, shard.size * size).view(shard.size, size)
 
 
 class DDP(DataParallel):

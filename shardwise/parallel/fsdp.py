@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from shardwise.comm.collectives import Axis, reduce_scatter
 from shardwise.job import GradientConfig
@@ -79,7 +79,8 @@ class FSDP(DataParallel):
         compress_over_replicas = self.compressor is not None and self.mesh.layout.replicate > 1
         if compress_over_replicas:
             mesh = mesh["shard"]  # we all-reduce over replicas, compressed
-        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy,
+                    shard_placement_fn=lambda weight: Shard(self.sharded_dim(weight, axis)))  # fmt: skip
         assert isinstance(module, FSDPModule)
         for group in param_groups(module):  # their waits are reported to the axis's step timer
             group.__class__, group.timed_axis = TimedParamGroup, axis
