@@ -285,6 +285,7 @@ FEW_HEADS = {"name": "gpt", "layers": 8, "width": 2048, "heads": 16, "kv_heads":
     ["shard=4 context=2 zero=1", "shard=4 context=2 zero=2 recompute=full", "shard=4 expert=4 zero=2 recompute=full",
      "shard=4 context=2 zero=3", "shard=4 context=2 tensor=8 zero=3 recompute=full",
      "pipeline=2 shard=4 context=2 zero=2 schedule=interleaved virtual=2 recompute=full",
+     "shard=16 expert=4 zero=3 recompute=selective", "shard=16 zero=2", "shard=16 expert=4 zero=1",
      "expert=2 shard=2 pipeline=2", "expert=2 shard=2 pipeline=2 schedule=gpipe",
      "context=2 pipeline=2 schedule=zero-bubble recompute=full", "expert=2 shard=2 pipeline=3 schedule=zbv"],
 )  # fmt: skip

@@ -17,7 +17,7 @@ import shardwise.step as step_file
 from shardwise.comm.world import run_world
 from shardwise.data.sample_stream import rank_positions
 from shardwise.errors import LayoutError
-from shardwise.job import Job, make_job
+from shardwise.job import Job, OptimizerConfig, make_job
 from shardwise.layout import Layout
 from shardwise.models.chain import init_weights
 from shardwise.models.gpt import build_gpt
@@ -158,6 +158,27 @@ def test_pairs_with_cut_experts(case: Case) -> None:
     assert record.ok, record.describe()
 
 
+FEWER = ["shard=4 zero=1", "shard=4 zero=2", "shard=4 expert=2 zero=1", "shard=4 expert=2 zero=3 micro_batch=1",
+         "shard=3 zero=3", "tensor=2 shard=4 zero=3"]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", FEWER)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_fewer_experts_than_ranks(text: str, optimizer: str) -> None:
+    """Two experts: the ranks shard another dimension of their weights, evenly, unless none divides (24 by 3 does)."""
+    layout = Layout.parse(text)
+    job = small(2 * layout.data, experts=2).model_copy(update={"optimizer": OptimizerConfig(name=optimizer)})
+    (record,) = verify(job, [layout], steps=2)
+    assert record.ok, record.describe()
+    for found in run_world(expert_shares, layout.world, job, layout):
+        assert found and set(found) == {layout.world}
+
+
+def expert_shares(job: Job, layout: Layout) -> list[float]:
+    engine = parallelize(prepare(job, layout), torch.device("cpu"))
+    return [shard.shape.numel() / shard.tensor.numel() for shard in engine.param_shards if ".bank." in shard.name]
+
+
 def test_weights_gathered_in_some_recomputations_only() -> None:
     (record,) = verify(small(experts=4), [Layout.parse("shard=2 expert=2 zero=3 recompute=selective")])
     assert record.ok, record.describe()
@@ -227,9 +248,9 @@ RING = [
 ]  # fmt: skip
 
 
-def go_on(folder: Path, text: str, source: bool) -> list[float]:
+def go_on(folder: Path, text: str, source: bool, experts: int = 4) -> list[float]:
     """Losses of steps 3 and 4: after two steps of our own, which are saved, or after those of another layout."""
-    job = small(8, experts=4)
+    job = small(8, experts=experts)
     engine = parallelize(prepare(job, Layout.parse(text)), torch.device("cpu"))
     optimizer = make_optimizer(job.optimizer, engine.param_shards)
     stream, ranks, checkpoints = make_stream(job), engine.mesh["data"], CheckpointManager(folder, 2, asynchronous=False)
@@ -252,6 +273,14 @@ def test_a_checkpoint_of_one_cut_loads_into_another(tmp_path: Path, place: int) 
     before, after = RING[place - 1], RING[place]
     saved = run_world(go_on, Layout.parse(before).world, tmp_path, before, True)[0]
     loaded = run_world(go_on, Layout.parse(after).world, tmp_path, after, False)[0]
+    assert loaded == pytest.approx(saved, rel=1e-10, abs=0)
+
+
+@pytest.mark.parametrize(("before", "after"), [("shard=4 expert=2 zero=3", "shard=4 zero=1"),
+                                               ("shard=4 zero=1", "shard=2 zero=3")])  # fmt: skip
+def test_so_does_one_of_fewer_experts_than_ranks(tmp_path: Path, before: str, after: str) -> None:
+    saved = run_world(go_on, Layout.parse(before).world, tmp_path, before, True, 2)[0]
+    loaded = run_world(go_on, Layout.parse(after).world, tmp_path, after, False, 2)[0]
     assert loaded == pytest.approx(saved, rel=1e-10, abs=0)
 
 

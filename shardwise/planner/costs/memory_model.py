@@ -136,6 +136,8 @@ def block_activation_bytes(
         saved = itemsize * (tokens * (heads + num_kept * hidden) / t + (5 if adapters else 3) * hidden_numel)
         saved += itemsize * matmul_inputs if t > 1 else 0.0
     matmul_outputs = shape.query_width + kv + shape.attention_width + (shape.ffn_matrices - 1) * ffn_hidden
+    if sparse:
+        matmul_outputs += shape.experts_per_token * ((shape.ffn_matrices - 1) * shape.expert_ffn + shape.width)
     selective = itemsize * (3 * hidden_numel + (4 * matmul_inputs if t > 1 else 0) + tokens * matmul_outputs / t)
     if layout.context > 1:  # what ring attention and Ulysses keep of their parts, as in dry runs
         saved += itemsize * (tokens * shape.query_width / t + matmul_inputs / 2)
