@@ -28,7 +28,7 @@ from shardwise.planner.costs.machine import (
 from shardwise.planner.costs.memory_model import FrameworkProfile, MemoryInputs, RankMemory
 from shardwise.planner.costs.model_shape import ModelShape
 from shardwise.planner.estimate import Estimator, memory_inputs_key
-from shardwise.schedules.simulate import lower_bound
+from shardwise.schedules.simulate import PeakCounts, lower_bound
 
 CONSTANTS = tomllib.loads((Path(__file__).parent / "frameworks.toml").read_text(encoding="utf-8"))["common"]
 BUCKET_GROWTH_RANKS = 40  # data ranks above which Megatron-Core's gradient buckets grow with their number
@@ -229,8 +229,8 @@ class FrameworkEstimator(Estimator):
             inputs = replace(inputs, recomputed_per_block=0.0)
         return replace(inputs, recv_buffer_bytes=0.0)
 
-    def memory(self, layout: Layout, rank: int) -> RankMemory:
-        memory = super().memory(layout, rank)
+    def memory(self, layout: Layout, rank: int, peaks: PeakCounts | None = None) -> RankMemory:
+        memory = super().memory(layout, rank, peaks)
         buckets = self.profile.zero_bucket_bytes if layout.shard > 1 and layout.pipeline == 1 else 0.0
         return memory._replace(buffers=memory.buffers + buckets)
 

@@ -120,8 +120,7 @@ def _stop_prefetching(executor: ThreadPoolExecutor, stop: threading.Event, batch
 def _read_in_workers(reader: _RankReader, first_step: int, workers: int, stop: threading.Event) -> BatchIterator:
     pool: list[tuple[BaseProcess, Connection]] = []
     try:
-        for number in range(workers):
-            pool.append(_start_worker(reader, first_step + number, workers))
+        pool.extend(_start_worker(reader, first_step + number, workers) for number in range(workers))
         for step in count(first_step):
             process, pipe = pool[(step - first_step) % workers]
             while not pipe.poll(_POLL_SECONDS):

@@ -76,7 +76,7 @@ class DataParallel:
     def sharded_dim(self, weight: Tensor, axis: Axis) -> int:
         """Returns the dimension along which the ranks of an axis shard a weight: the first, unless it is a stack of
         matrices, such as experts, whose number they do not divide, but another dimension."""
-        is_uneven = weight.dim() > 2 and weight.shape[0] % axis.size > 0 and self.compressor is None
+        is_uneven = weight.dim() == 3 and weight.shape[0] % axis.size > 0 and self.compressor is None
         return next((dim for dim in (1, 2) if is_uneven and weight.shape[dim] % axis.size == 0), 0)
 
     def should_compress(self, param_shard: ParamShard) -> bool:

@@ -12,7 +12,7 @@ from shardwise.planner.costs.engine_memory import EngineModel, stage_layers
 from shardwise.planner.costs.machine import BlockTimeModel, KernelProfile, Machine, ModuleTime, ParallelDegrees
 from shardwise.planner.costs.memory_model import FrameworkProfile, MemoryInputs, RankMemory, StageLayers
 from shardwise.planner.costs.model_shape import ModelShape
-from shardwise.schedules.simulate import Simulation, StageCosts, lower_bound, step_seconds
+from shardwise.schedules.simulate import PeakCounts, Simulation, StageCosts, lower_bound, peaks_in_flight, step_seconds
 from shardwise.schedules.synthesize import make_auto_schedule
 
 
@@ -96,15 +96,18 @@ class Estimator:
         memory = tuple(self.memory(layout, rank) for rank in range(layout.pipeline))
         return Prediction(layout, self.step_time(layout, pipeline), bubble, update, memory, self.exposed(layout))
 
-    def memory(self, layout: Layout, rank: int) -> RankMemory:
-        engine, micro_batches = self.engine, self.micro_batches(layout)
-        if engine is not None:
-            is_auto = self.is_auto_schedule(layout)
-            peaks = self.auto_schedule(layout).program.peak_in_flight(rank) if is_auto else None
-            return engine.memory(layout, rank, micro_batches, self.framework_profile, peaks)
-        inputs, stages = self.memory_inputs(layout), [self.stages(layout).stages[n] for n in layout.stages_of(rank)]
-        profiles = self.framework_profile, self.kernel_profile.itemsize
-        return memory_model.rank_memory(inputs, *profiles, layout, rank, stages, micro_batches)
+    def memory(self, layout: Layout, rank: int, peaks: PeakCounts | None = None) -> RankMemory:
+        """`peaks`: those of a schedule that is being synthesized."""
+        count, profile = self.micro_batches(layout), self.framework_profile
+        if peaks is None and self.is_auto_schedule(layout):
+            peaks = self.auto_schedule(layout).program.peak_in_flight(rank)
+        schedule = layout.schedule, layout.pipeline, layout.stages_per_rank
+        place = layout, rank, [self.stages(layout).stages[stage] for stage in layout.stages_of(rank)]
+        work = count, peaks or peaks_in_flight(*schedule, rank, count)
+        if self.engine is not None:
+            return self.engine.memory(*place, *work, profile)
+        inputs, itemsize = self.memory_inputs(layout), self.kernel_profile.itemsize
+        return memory_model.rank_memory(inputs, profile, itemsize, *place, *work)
 
     @staticmethod
     def is_auto_schedule(layout: Layout) -> bool:
@@ -113,12 +116,9 @@ class Estimator:
 
     @cached_by(lambda self, layout: layout)
     def auto_schedule(self, layout: Layout) -> Simulation:
-        engine, count = self.engine, self.micro_batches(layout)
-        assert engine is not None
-        return make_auto_schedule(
-            layout, self.stage_costs(layout), count,
-            lambda rank, peaks: engine.memory(layout, rank, count, self.framework_profile, peaks).total,
-            self.memory_limit)  # fmt: skip
+        memory = lambda rank, peaks: self.memory(layout, rank, peaks).total  # noqa: E731
+        costs, count = self.stage_costs(layout), self.micro_batches(layout)
+        return make_auto_schedule(layout, costs, count, memory, self.memory_limit)
 
     def peak_memory(self, layout: Layout) -> float:
         return max([self.memory(layout, rank).total for rank in self.stages(layout).representative_ranks])

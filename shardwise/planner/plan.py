@@ -191,10 +191,9 @@ def _better_batch(job: Job, cluster: Cluster, best: Prediction) -> Iterator[str]
                 if other.peak_memory <= cluster.device.memory:
                     gain = samples / other.seconds * best.seconds / job.samples - 1.0
                     found.append((gain, samples, str(other.layout)))
-    if found and (not fits or max(found)[0] > TIE_TOLERANCE):
-        yield "batch.samples={1}: {0}, in {2}".format(
-            f"{max(found)[0]:.0%} faster per sample" if fits else "fits", *max(found)[1:]
-        )
+    gain, samples, told = max(found, default=(0.0, 0, ""))
+    if samples and (not fits or gain > TIE_TOLERANCE):
+        yield f"batch.samples={samples}: {f'{gain:.0%} faster per sample' if fits else 'fits'}, in {told}"
 
 
 def _search_runnable(job: Job, estimator: Estimator, devices: int) -> SearchResult:

@@ -7,7 +7,7 @@ previous stage, a backward for the backward of the next stage.
 `build_program` sorts the actions topologically; `simulate` is then one pass over plain lists. Programs of named
 schedules are cached by (schedule, ranks, virtual stages, micro-batches), so a search builds each only once.
 
-`lower_bound` and `schedule_peak_in_flight` give a bound of a step's time, and micro-batches in flight at its memory
+`lower_bound` and `peaks_in_flight` give a bound of a step's time, and micro-batches in flight at its memory
 peaks, in closed form: this takes microseconds, so the planner's search can call them for every layout. The bound holds
 for any stages: no schedule is faster than the time before a rank can start, its own work and the time that other ranks
 need after it. The counts were derived from simulated schedules."""
@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # imports torch, which the simulator does without
 
 KINDS = ("F", "I", "W", "B")  # in the order of `simulate`'s list of costs
 InFlightCounts = tuple[tuple[int, ...], tuple[int, ...]]
+PeakCounts = tuple[InFlightCounts, ...]
 """Per stage of a rank: micro-batches before their backward, and micro-batches whose weight gradients are pending."""
 
 
@@ -90,7 +91,7 @@ class PipelineProgram:
         """Row (kind and stage) and column (micro-batch) of each action in a table of them."""
         return [cost for _, cost, _ in self.instructions], [action.micro_batch for action in self.actions]
 
-    def peak_in_flight(self, rank: int) -> tuple[InFlightCounts, ...]:
+    def peak_in_flight(self, rank: int) -> PeakCounts:
         """Returns the Pareto-maximal counts of a rank's schedule: no others are at least as high in every one."""
         stages = [stage for stage, owner in enumerate(self.stage_to_rank) if owner == rank]
         in_flight, pending_weight = dict.fromkeys(stages, 0), dict.fromkeys(stages, 0)
@@ -255,7 +256,7 @@ def _work_by_rank(schedule: str, seconds: Sequence[float], ranks: int) -> Sequen
 
 
 @lru_cache(maxsize=4096)
-def schedule_peak_in_flight(schedule: str, p: int, v: int, r: int, m: int) -> tuple[InFlightCounts, ...]:
+def peaks_in_flight(schedule: str, p: int, v: int, r: int, m: int) -> PeakCounts:
     """Returns the candidates for the memory peak of rank `r` of `p` with `v` stages each and `m` micro-batches."""
     none = (0,) * v
     if p == 1:
@@ -270,11 +271,10 @@ def schedule_peak_in_flight(schedule: str, p: int, v: int, r: int, m: int) -> tu
         return tuple(_zero_bubble_in_flight(p, v, r, m))
     # V-shaped: the steady state, then the drain with pending weight gradients.
     steady = ((2 * p - 1 - r, r + 1), (2 * p - r, r)) if schedule == "zbv" else ((2 * p - r, r + 1),)
-    peaks: list[InFlightCounts] = [((min(m, first), min(m, last)), none) for first, last in steady]
     pending = (r + 1, r) if schedule == "zbv" else ((r + 2) // 2, (r + 1) // 2)
-    peaks.append(((min(m, p - 1 - r), 0), (min(m, pending[0]), min(m, pending[1]))))
-    peaks.append(((min(m, 2 * p - 1 - r), min(m, r)), (0, 1)))
-    return tuple(peaks)
+    drain = (min(m, p - 1 - r), 0), (min(m, pending[0]), min(m, pending[1]))
+    peaks = [((min(m, first), min(m, last)), none) for first, last in steady]
+    return *peaks, drain, ((min(m, 2 * p - 1 - r), min(m, r)), (0, 1))
 
 
 def _interleaved_in_flight(p: int, v: int, r: int, m: int) -> Iterator[tuple[int, ...]]:

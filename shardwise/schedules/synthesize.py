@@ -20,12 +20,12 @@ from shardwise.console import pluralize
 from shardwise.errors import LayoutError
 from shardwise.layout import AUTO_SCHEDULES, V_SHAPED, Layout, micro_batch_error
 from shardwise.schedules import simulate as simulator
-from shardwise.schedules.simulate import Action, InFlightCounts, PipelineProgram, Simulation, StageCosts, build_program
+from shardwise.schedules.simulate import Action, PeakCounts, PipelineProgram, Simulation, StageCosts, build_program
 
 GAP_FRACTIONS = (0.0, 0.5, 1.0)
 TOLERANCE = 2e-3  # the search stops within this fraction of the lower bound
 MAX_TRIES, LIMIT_SHRINK = 6, 0.9
-RankMemoryFn = Callable[[int, tuple[InFlightCounts, ...]], float]  # the bytes that a rank needs with such counts
+RankMemoryFn = Callable[[int, PeakCounts], float]  # the bytes that a rank needs with such counts
 
 
 @dataclass(frozen=True)

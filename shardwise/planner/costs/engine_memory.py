@@ -13,15 +13,15 @@ from shardwise.models.fp8 import MIN_WEIGHTS
 from shardwise.models.gpt_family import DecoderConfig
 from shardwise.models.loss import loss_chunk_size
 from shardwise.parallel.data_parallel import BUCKET_BYTES
-from shardwise.parallel.prepare import cut_stages, forward_flops, meta_model
+from shardwise.parallel.prepare import cut_stages, meta_model
 from shardwise.parallel.tensor import splits_evenly
 from shardwise.planner.costs import cached_by
 from shardwise.planner.costs.memory_model import FrameworkProfile, RankMemory, StageLayers
-from shardwise.schedules.simulate import InFlightCounts, schedule_peak_in_flight
+from shardwise.schedules.simulate import PeakCounts
 
 
 class EngineModel:
-    """Stages, parameters and memory of one job's model in our engine."""
+    """Parameters and memory of one job's model in our engine."""
 
     def __init__(self, model: DecoderConfig, precision: str, compiled: bool = False):
         """`compiled`: blocks are compiled, and save what AOTAutograd's partitioner chooses."""
@@ -29,13 +29,7 @@ class EngineModel:
         self.itemsize = {"float64": 8, "float32": 4}.get(precision, 2)
         self.master_itemsize = max(4, self.itemsize)
         self.is_mixed_precision = self.itemsize != self.master_itemsize
-        self.layer_costs = forward_flops(model)
         self._chain = meta_model(model.model_copy(update={"layers": 1}))
-
-    @cached_by(lambda _, layout: (layout.stage_count, layout.stages))
-    def stages(self, layout: Layout) -> tuple[StageLayers, ...]:
-        """Returns the stages that training runs. Layer 0 is the embedding, the last layer the head."""
-        return stage_layers(layout, self.layer_costs)
 
     @cached_by(lambda _, tensor: tensor)
     def params_by_module(self, tensor: int) -> dict[str, dict[str, int]]:
@@ -102,13 +96,10 @@ class EngineModel:
         return max([n * kept + bytes_per_weight * (first * embed + last * head) for n, first, last in ranks])
 
     def memory(
-        self, layout: Layout, rank: int, micro_batches: int, framework_profile: FrameworkProfile,
-        in_flight_peaks: tuple[InFlightCounts, ...] | None = None,
+        self, layout: Layout, rank: int, stages_of_rank: list[StageLayers], micro_batches: int,
+        in_flight_peaks: PeakCounts, framework_profile: FrameworkProfile,
     ) -> RankMemory:  # fmt: skip
-        """Returns the peak memory of a pipeline rank. `in_flight_peaks`: of a synthesized schedule."""
-        schedule = layout.schedule, layout.pipeline, layout.stages_per_rank
-        in_flight_peaks = in_flight_peaks or schedule_peak_in_flight(*schedule, rank, micro_batches)
-        stages_of_rank = [self.stages(layout)[stage] for stage in layout.stages_of(rank)]
+        """Returns the peak memory of a pipeline rank; `in_flight_peaks`: of its schedule."""
         k, s, w = self.block_sizes(layout), self.itemsize, self.master_itemsize
         peaks = _PeakCandidates(self, k, layout, stages_of_rank, framework_profile.offloads_activations)
         fsdp = peaks.fsdp
@@ -218,7 +209,7 @@ class _PeakCandidates:
             self.grad_reduce_bytes = w * k.block + kept_itemsize * k.block + self.gathered_weights / 2
             self.grad_reduce_bytes -= k.saved_all if self.kept_fraction else self.saved_recomputed
 
-    def candidate_bytes(self, in_flight_peaks: tuple[InFlightCounts, ...], drop: int = 0) -> Iterator[float]:
+    def candidate_bytes(self, in_flight_peaks: PeakCounts, drop: int = 0) -> Iterator[float]:
         """Yields the bytes of each candidate, with `drop` micro-batches fewer in flight."""
         k, s = self.k, self.engine.itemsize
         saved = [self.saved_bytes(stage) for stage in self.stages]

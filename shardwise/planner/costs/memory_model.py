@@ -7,7 +7,7 @@ from typing import NamedTuple
 from shardwise.job import OptimizerConfig
 from shardwise.layout import Layout
 from shardwise.planner.costs.model_shape import ModelShape
-from shardwise.schedules.simulate import schedule_peak_in_flight
+from shardwise.schedules.simulate import PeakCounts
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,16 @@ class MemoryInputs:
         """Returns the weights of a stage without its experts."""
         return stage.sum(self.block_weights, self.first_weights, self.last_weights)
 
-    def kept_logits(self, layout: Layout) -> float:
-        """Returns what the last stage keeps of a micro-batch in flight, in bytes; the loss of a single one is fused."""
-        return self.saved_logits if layout.pipeline > 1 else 0.0
+    def held(self, copy_bytes: float, head: float, stages: Sequence[StageLayers], peaks: PeakCounts) -> float:
+        """Returns what a rank with these stages keeps for the backward at a peak of its schedule, with low-precision
+        copies of weights (`copy_bytes` each) and `head` bytes of logits."""
+        copies = copy_bytes * (self.block_weights + self.expert_weights)
+        saved = [part.sum(self.saved_per_block + self.kept_fraction * copies, 0.0, head) for part in stages]
+        # Without an input gradient, the weight half of the first stage does the whole backward.
+        pending = [held if part.first else part.sum(self.pending_per_block + copies, 0.0, head)
+                   for part, held in zip(stages, saved)]  # fmt: skip
+        return max(sum([n * size for counts in zip(peak, (saved, pending)) for n, size in zip(*counts)])
+                   for peak in peaks)  # fmt: skip
 
 
 def block_activation_bytes(
@@ -162,7 +169,7 @@ def pending_gradient_bytes(shape: ModelShape, itemsize: int, layout: Layout) -> 
 
 def rank_memory(
     inputs: MemoryInputs, profile: FrameworkProfile, size: int, layout: Layout, rank: int,
-    stages: Sequence[StageLayers], micro_batches: int,
+    stages: Sequence[StageLayers], micro_batches: int, peaks: PeakCounts,
 ) -> RankMemory:  # fmt: skip
     """Returns the peak memory of a pipeline rank with these stages; `size`: bytes per element of an activation."""
     stage = StageLayers(sum(part.blocks for part in stages), stages[0].first, any(part.last for part in stages))
@@ -185,12 +192,13 @@ def rank_memory(
     if layout.pipeline > 1:
         neighbours = 2 * layout.stages_per_rank - (rank == 0) - (rank == layout.pipeline - 1)
         buffers += micro_batches * neighbours * inputs.recv_buffer_bytes
+    logits = inputs.saved_logits if layout.pipeline > 1 else 0.0  # of each micro-batch in flight
     held = min(2.0, stage.blocks) * inputs.saved_per_block
     if not (offloads := profile.offloads_activations):
-        held = held_bytes(inputs, copy_bytes, layout, rank, stages, micro_batches)
+        held = inputs.held(copy_bytes, logits, stages, peaks)
     extra = inputs.recomputed_per_block + copy_bytes * block_weights * (1.0 if offloads else 1.0 - inputs.kept_fraction)
     if stage.last:  # the loss's backward ends before any block is recomputed, and frees its logits
-        extra = max(extra, inputs.logits + copy_bytes * inputs.head_weights) - inputs.kept_logits(layout)
+        extra = max(extra, inputs.logits + copy_bytes * inputs.head_weights) - logits
     activations = held + extra + 4 * inputs.hidden_bytes
     optimizer, buffers = profile.optimizer_bytes * own_weights, buffers + profile.buffer_bytes
     if layout.pipeline == 1 and micro_batches == 1 and not profile.persistent_gradients:
@@ -203,18 +211,3 @@ def rank_memory(
 def sharded_weights(layout: Layout, dense: float, experts: float) -> float:
     """Returns how many of a rank's weights it keeps the optimizer state of."""
     return dense / layout.weight_shards + experts / max(1, layout.weight_shards // layout.expert)
-
-
-def held_bytes(
-    inputs: MemoryInputs, copy_bytes: float, layout: Layout, rank: int, stages: Sequence[StageLayers],
-    micro_batches: int,
-) -> float:  # fmt: skip
-    """Returns what a rank with these stages keeps for the backward at the schedule's peak, low-precision copies of
-    weights (`copy_bytes` each) included."""
-    copies, head = copy_bytes * (inputs.block_weights + inputs.expert_weights), inputs.kept_logits(layout)
-    saved = [part.sum(inputs.saved_per_block + inputs.kept_fraction * copies, 0.0, head) for part in stages]
-    # Without an input gradient, the weight half of the first stage does the whole backward.
-    pending = [held if part.first else part.sum(inputs.pending_per_block + copies, 0.0, head)
-               for part, held in zip(stages, saved)]  # fmt: skip
-    peaks = schedule_peak_in_flight(layout.schedule, layout.pipeline, layout.stages_per_rank, rank, micro_batches)
-    return max(sum([n * size for counts in zip(peak, (saved, pending)) for n, size in zip(*counts)]) for peak in peaks)

@@ -287,9 +287,7 @@ def _recorded(tracker: MemoryCommTracker, fake_mode: AbstractContextManager[Any]
     """Records, with operators that are fused on a GPU replaced by ones that allocate like the fused kernel."""
     addmm_ = loss.addmm_
     rms_norm = patch.object(nn.functional, "rms_norm", lambda x, shape, weight, eps: FusedRMSNorm.apply(x, weight))
-    fused_products = patch.object(
-        loss, "addmm_", lambda total, a, b: addmm_(total, a, b) if a.dtype == total.dtype else None
-    )
+    products = patch.object(loss, "addmm_", lambda sum, a, b: addmm_(sum, a, b) if a.dtype == sum.dtype else None)
 
     def host_buffer(tensor: Tensor) -> Tensor:
         tracker.mark([buffer := torch.empty_like(tensor)], "host")
@@ -297,7 +295,7 @@ def _recorded(tracker: MemoryCommTracker, fake_mode: AbstractContextManager[Any]
 
     offload = patch.object(activation_offload, "host_buffer", host_buffer)
     fused_loss = patch.object(loss, "cross_entropy_with_grad", _fused_loss)
-    with fake_mode, tracker, rms_norm, fused_products, fused_loss, offload:
+    with fake_mode, tracker, rms_norm, products, fused_loss, offload:
         yield
 
 
