@@ -58,6 +58,7 @@ LAYOUTS = [
     ("pipeline=2 shard=2 zero=3 schedule=interleaved virtual=2", []),
     ("shard=2 tensor=2 zero=2", []),
     ("shard=2 expert=2", EXPERTS),
+    ("shard=4 expert=2 zero=3", [*EXPERTS, "model.experts=2"]),
     ("replicate=4", []),
     ("replicate=2 tensor=2", []),
     ("context=2 tensor=2", []),
@@ -129,6 +130,27 @@ def test_compiled_blocks_that_are_recomputed_compute_what_one_cpu_does(layout, t
     found = losses(tmp_path, "cuda", layout, ["compile=true"])
     for one, other in zip(found, expected, strict=True):
         assert one == pytest.approx(other, rel=1e-10)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_selective_recomputation_repeats_no_matmul_of_experts():
+    """They are one kernel for all experts on a GPU, another operator than elsewhere."""
+    model = {"name": "moe", "layers": 2, "width": 64, "heads": 4, "vocab": 128, "sequence": 64,
+             "experts": 4, "experts_per_token": 2, "expert_ffn": 64}  # fmt: skip
+    job = make_job({"model": model, "precision": "bf16", "compile": False, "batch": {"samples": 4}})
+
+    def matmuls(recompute: str) -> tuple[int, float]:
+        engine = parallelize(prepare(job, Layout(recompute=recompute)), torch.device("cuda"))
+        batch = SampleStream(synthetic_source(job, 4), 0).read(rank_positions(0, 4, 1, 0)).to("cuda")
+        with torch.profiler.profile() as profiler:
+            loss = float(step(engine, engine.make_optimizer(job), batch, 1.0).loss)
+        kernels = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        return sum(
+            any(word in kernel.name.lower() for word in ("gemm", "cutlass", "nvjet")) for kernel in kernels
+        ), loss
+
+    assert matmuls("selective") == matmuls("none")
+    assert matmuls("full")[0] > matmuls("none")[0]
 
 
 @pytest.mark.timeout(600)
