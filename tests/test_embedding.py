@@ -356,7 +356,8 @@ def plant_unclipped(patch: pytest.MonkeyPatch) -> None:
 
 def plant_start_by_rank(patch: pytest.MonkeyPatch) -> None:
     """Every rank starts its piece as if it were the first."""
-    patch.setattr(TableShard, "start", property(lambda self: (0, 0)))
+    first = property(lambda self: ((0, 0), list(self.tensor.shape)))
+    patch.setattr(sharded_tables.TableParamShard, "offset_and_shape", first)
 
 
 def plant_stale_rows(patch: pytest.MonkeyPatch) -> None:

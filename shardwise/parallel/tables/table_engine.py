@@ -100,7 +100,7 @@ class TableEngine(Engine):
     def begin_stream(self, job: Job, stream: SampleStream) -> None:
         """Caches, on every device, the rows that the first samples use most."""
         self.tables.hot_rows = None
-        if job.embedding_tables.cached_rows and self.tables.device != self.mesh.device:
+        if job.embedding_tables.cached_rows and self.tables.device.type == "cpu":
             bags, ids = self._bags(stream.read(np.arange(HOT_ROW_SAMPLES))), torch.arange(HOT_ROW_SAMPLES)
             place = self.mesh["data"], self.mesh.device
             self.tables.cache_hot_rows(bags, ids, job.embedding_tables.cached_rows, *place)
