@@ -33,6 +33,7 @@ THINNED = {
     "test_every_cut_computes_what_one_process_computes": 4, "test_rows_that_every_device_keeps": 8,
     "test_tables_of_many_sizes": 4, "test_between_the_halves_of_a_split_backward": 4,
     "test_experts_on_other_ranks_compute_what_one_process_computes": 4, "test_pairs_with_cut_experts": 6,
+    "test_fewer_experts_than_ranks": 5,
     "test_documents_do_not_see_one_another": 4,
     "test_a_cut_sequence_computes_what_one_process_does": 4, "test_experts_beside_a_cut_sequence": 4,
     "test_t5_in_any_layout": 4, "test_bert_in_any_layout": 4, "test_resnet_in_any_layout": 4,
