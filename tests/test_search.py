@@ -45,7 +45,7 @@ def test_the_search_finds_what_simulating_everything_finds(
     times: dict[Layout, float] = {}
     for base in layout_classes(estimator, devices):
         for layout in class_layouts(estimator, base):
-            if estimator.predict(layout).peak_memory <= memory * GIB:
+            if estimator.predict(layout).peak_memory <= estimator.memory_limit:
                 times[layout] = estimator.step_time(layout, simulated(estimator, layout))
     found = search(estimator, devices, keep=5)
     if times:
@@ -53,7 +53,7 @@ def test_the_search_finds_what_simulating_everything_finds(
         assert [one.seconds for one in found.best] == pytest.approx([times[layout] for layout in best[:5]], rel=1e-12)
         assert times[found.best[0].layout] == times[best[0]]
     else:
-        assert found.best[0].peak_memory > memory * GIB
+        assert found.best[0].peak_memory > estimator.memory_limit
 
 
 def simulated(estimator: Estimator, layout: Layout) -> float:
