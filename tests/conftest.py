@@ -138,7 +138,8 @@ def fork_server() -> Iterator[ForkServer]:
 @pytest.fixture(autouse=True)
 def fresh_models() -> None:
     """A test may patch a model: none is handed on from the test before."""
-    from shardwise.parallel.prepare import forward_flops, meta_model
+    from shardwise.parallel.prepare import forward_flops, meta_model, split_shapes
 
     meta_model.cache_clear()
     forward_flops.cache_clear()
+    split_shapes.cache_clear()

@@ -63,6 +63,7 @@ class Prepared:
     def take_model(self) -> Chain:
         """Returns the model for an engine to shard in place; a second engine gets a model of its own."""
         meta_model.cache_clear()
+        split_shapes.cache_clear()
         if self.model.is_taken:
             return self.job.family.build_on_meta(self.job.model, self.job.seed)
         self.model.is_taken = True
