@@ -292,8 +292,17 @@ FEW_HEADS = {"name": "gpt", "layers": 8, "width": 2048, "heads": 16, "kv_heads":
 def test_memory_in_closed_form_is_what_the_engine_needs(text: str) -> None:
     """With context or expert parallelism, 10% too little or 20% too much at most; also if each tensor rank has all
     weights of too few heads."""
+    compare(MOE if "tensor" not in text and "interleaved" not in text else FEW_HEADS, text)
+
+
+def test_latent_attention_materializes_no_scores() -> None:
+    """Its values are narrower than its keys, which the fused kernel of CPUs does not take."""
+    latent = {"q_lora_rank": 512, "kv_lora_rank": 256, "qk_rope_head_dim": 64, "positions": "rotary"}
+    compare(MOE | latent | {"sequence": 8192}, "shard=4 expert=4 zero=3")
+
+
+def compare(model: dict[str, Any], text: str) -> None:
     layout = Layout.parse(f"{text} micro_batch=1")
-    model = MOE if "tensor" not in text and "interleaved" not in text else FEW_HEADS
     job = make_job({"model": model, "batch": {"samples": 4 * layout.data}, "precision": "bf16", "compile": False})
     reports = run_world(every_stage, 1, job, layout)[0]
     estimator = make_estimator(job, find_cluster("h100"))

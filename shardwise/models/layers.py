@@ -76,6 +76,8 @@ def positions_in_documents(document_ids: Tensor) -> Tensor:
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool, document_ids: Tensor | None = None) -> Tensor:
     """Scaled dot-product attention of (B, heads, S, H), masked across documents if `document_ids` is given."""
+    if not q.is_cuda and (excess := q.shape[-1] - v.shape[-1]) > 0:  # CPUs' fused kernel wants equal sizes
+        return sdpa(q, k, F.pad(v, (0, excess)), causal, document_ids)[..., :-excess]
     mask = None
     if document_ids is not None:
         mask = (document_ids.unsqueeze(1) == document_ids.unsqueeze(2)).unsqueeze(1)

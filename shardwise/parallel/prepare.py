@@ -74,8 +74,7 @@ def prepare(job: Job, layout: Layout) -> Prepared:
     """Checks a job in a layout; raises JobError or LayoutError before any process starts if it cannot run."""
     config = job.model
     check_refusals(job, layout)
-    model = meta_model(config, job.seed)
-    shapes = split_shapes(config, job.seed, layout.tensor)
+    model, shapes = meta_model(config, job.seed), split_shapes(config, job.seed, layout.tensor)
     expert.check(config, layout)
     context.check(config, layout)
     gradient_reduction.check(job.gradient, layout)

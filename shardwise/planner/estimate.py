@@ -219,8 +219,7 @@ class Estimator:
             stages = tuple(StageLayers(n, stage == 0, stage == last) for stage, n in enumerate(blocks))
         parts = (zip(*(stages[stage] for stage in layout.stages_of(rank))) for rank in range(p))
         ranks = tuple(StageLayers(sum(blocks), any(first), any(last)) for blocks, first, last in parts)
-        # In a V the fullest can be any rank.
-        representatives = {*range(p)} if layout.schedule in V_SHAPED else {min(1, p - 1)}
+        representatives = {*range(p)} if layout.schedule in V_SHAPED else {min(1, p - 1)}  # in a V, any may be fullest
         for rank_layers in set(ranks):
             representatives |= {ranks.index(rank_layers), p - 1 - ranks[::-1].index(rank_layers)}
         return StagePartition(stages, ranks, tuple(sorted(representatives)), tuple(set(ranks)))
