@@ -154,16 +154,11 @@ def block_activation_bytes(
 
 def pending_gradient_bytes(shape: ModelShape, itemsize: int, layout: Layout) -> float:
     """Returns the bytes of output gradients that a block keeps between the halves of a split backward."""
-    t, tokens, share = (
-        layout.tensor,
-        layout.micro_batch * shape.sequence / layout.context,
-        shape.sparse_layers / shape.layers,
-    )
-    num_up = shape.ffn_matrices - 1
+    tokens, share = layout.micro_batch * shape.sequence / layout.context, shape.sparse_layers / shape.layers
+    t, num_up = layout.tensor, shape.ffn_matrices - 1
     sparse = shape.shared_expert_ffn * num_up + shape.experts_per_token * (shape.expert_ffn * num_up + 2 * shape.width)
-    outputs = (
-        shape.query_width + 2 * shape.kv_heads * shape.head_dim + (1 - share) * shape.ffn * num_up + share * sparse
-    )
+    heads = shape.query_width + 2 * shape.kv_heads * shape.head_dim
+    outputs = heads + (1 - share) * shape.ffn * num_up + share * sparse
     return itemsize * tokens * (outputs / t + (2 + 4 / t) * shape.width)
 
 
