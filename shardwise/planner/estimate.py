@@ -228,8 +228,11 @@ class Estimator:
         return max(1, round(self.samples / layout.data / layout.micro_batch))
 
     def parallel_degrees(self, layout: Layout) -> ParallelDegrees:
-        # The tensor axis splits only experts wider than the model: splitting narrower ones makes matmuls too small.
-        expert_tensor = layout.tensor if self.shape.expert_ffn > self.shape.width else 1
+        # Our tensor axis splits experts unless it holds different ones; that of others, experts wider than the model.
+        is_split = (
+            layout.expert_ranks == layout.expert if self.layer_costs else self.shape.expert_ffn > self.shape.width
+        )
+        expert_tensor = layout.tensor if is_split else 1
         return ParallelDegrees(layout.tensor, layout.context, layout.expert, layout.micro_batch, expert_tensor)
 
     @cached_by(lambda self, degrees: degrees)
