@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pairwise import Case, cover
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise.step as step_file
 from shardwise.comm.world import run_world
@@ -371,3 +373,34 @@ def test_the_load_of_experts_is_that_of_all_ranks() -> None:
                 row = 4 * 16 * 8
                 assert all((one.sent > 0) == ("expert" in text) and one.sent % row == 0 for one in found[:2])
                 assert found[2].sent == 0
+
+
+class Operators(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, AsyncCollectiveTensor) for kind in types):
+            return NotImplemented  # what it wraps comes by itself
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of(text: str) -> set[str]:
+    job = small(8, experts=4)
+    engine = parallelize(prepare(job, Layout.parse(text)), torch.device("cpu"))
+    optimizer = make_optimizer(job.optimizer, engine.param_shards)
+    ranks = engine.mesh["data"]
+    with Operators() as seen:
+        step(engine, optimizer, make_stream(job).read(rank_positions(0, 8, ranks.size, ranks.index)), 1.0)
+    return seen.names
+
+
+@pytest.mark.parametrize("text", ["tensor=2 recompute=selective", "pipeline=2 tensor=2 micro_batch=1 recompute=full",
+                                  "shard=2 expert=2 zero=3", "context=2"])  # fmt: skip
+def test_no_gather_is_gloos_coalesced_one(text: str) -> None:
+    """Two of them in flight corrupt its memory: a crash now and then, under load, that no repetition shows."""
+    for names in run_world(operators_of, Layout.parse(text).world, text):
+        assert ("all_gather_into_tensor_out" in names) == ("tensor" in text)
+        assert not names & {"all_gather_into_tensor", "allgather_into_tensor_coalesced_", "allgather_coalesced_"}

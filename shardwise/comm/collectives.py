@@ -2,9 +2,8 @@
 
 The names of collectives are the same for every supported PyTorch version (2.13 renamed some). Except in asynchronous
 calls and compiled code, the axis's step timer records how long this rank waits in each collective. Functional
-collectives live in a private module of PyTorch and are the only ones that compile. Small values are exchanged as JSON.
-PyTorch's `all_gather_object` and `broadcast_object_list` unpickle what they receive, so whoever can send to a rank can
-run code on it. JSON is only data: tuples arrive as lists, keys are texts."""
+collectives live in a private module of PyTorch and are the only ones that compile. Small values are exchanged as JSON
+(tuples arrive as lists, keys are texts), not as PyTorch's pickles, which can run code on whoever receives them."""
 
 import json
 import math
@@ -268,16 +267,19 @@ def all_to_all_rows(output: Tensor, input: Tensor, axis: Axis) -> None:
 
 
 def _gather_or_scatter(x: Tensor, dim: int, group: Any, axis: Axis | None, scatters: bool) -> Tensor:
-    """Runs a functional all-gather or, if `scatters`, reduce-scatter, and waits for its result. PyTorch returns a
-    tensor that waits on first use. If it is garbage-collected before, gloo still writes into its freed memory. So we
-    wait immediately; on a GPU only the stream waits, not the host."""
-    collective = functional_reduce_scatter if scatters else functional_all_gather
-    args = (x, "sum", dim, group) if scatters else (x, dim, group)
+    """Runs a functional all-gather or, if `scatters`, reduce-scatter, and waits for it; on a GPU only the stream waits.
+    An all-gather is given its output: without, it is gloo's coalesced one, which corrupts memory if calls overlap
+    (pytorch/pytorch#65231), as a late end of one and the beginning of the next may, although each is waited for."""
     if axis is None:
-        return collective(*args)  # type: ignore[no-any-return]
+        collective = functional_reduce_scatter if scatters else functional_all_gather
+        return collective(x, *(("sum",) if scatters else ()), dim, group)  # type: ignore[no-any-return]
     with axis.waiting(x.device):
-        output = collective(*args)
-        return output.wait() if isinstance(output, functional.AsyncCollectiveTensor) else output
+        if scatters:
+            return functional.wait_tensor(functional_reduce_scatter(x, "sum", dim, group))
+        output = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
+        gather = torch.ops._c10d_functional.all_gather_into_tensor_out
+        rows = functional.wait_tensor(gather(x, axis.size, group.group_name, out=output))
+        return rows if dim == 0 else torch.cat(rows.chunk(axis.size), dim)
 
 
 class _GatherOrScatter(torch.autograd.Function):
