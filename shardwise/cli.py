@@ -157,7 +157,8 @@ def plan(
     layout: Annotated[str | None, Option(help="Estimate this layout instead of searching.")] = None,
     price: Annotated[float | None, Option(min=0, help="Of a device for an hour: states the run's cost.")] = None,
 ) -> Answer:
-    """Chooses the fastest layout for a job on a cluster and predicts step time and memory. Needs no devices."""
+    """Chooses the fastest layout for a job on a cluster and predicts step time and memory. Needs no devices.
+    For example: shardwise plan job.toml --cluster h100 --devices 64 --set batch.tokens=4M"""
     plan_job = quick_import("shardwise.planner.plan").plan_job
     from shardwise.planner.show import cost_lines, show_plan
 

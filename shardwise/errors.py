@@ -55,7 +55,6 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 
 def shorten(value: object, limit: int = 80) -> str:
-    """Returns the `repr` of a value for a message, cut off after `limit` characters."""
-    is_long = isinstance(value, int) and value.bit_length() > 256  # Python refuses to print thousands of digits
-    text = "a huge integer" if is_long else repr(value)
+    """Returns a value's `repr` for a message, cut off after `limit` characters. Python prints no huge integers."""
+    text = "a huge integer" if isinstance(value, int) and value.bit_length() > 256 else repr(value)
     return text if len(text) <= limit else f"{text[:limit]}..."

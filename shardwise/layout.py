@@ -113,9 +113,8 @@ class Layout:
 
     @cached_property
     def stages_per_rank(self) -> int:
-        if self.pipeline == 1:
-            return 1
-        return self.virtual or (2 if self.schedule in ("interleaved", *V_SHAPED) else 1)
+        default = 2 if self.schedule in ("interleaved", *V_SHAPED) else 1
+        return 1 if self.pipeline == 1 else self.virtual or default
 
     @cached_property
     def stage_count(self) -> int:

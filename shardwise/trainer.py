@@ -102,8 +102,7 @@ class Trainer:
         job, path = self.job, None if resume is None else Path(resume)
         if path is not None:
             job = job.model_copy(update={"model": RunFolder.open(path).job().model})  # the command line may differ
-        folder = start_job(job, print_line, path, check=prove if proof else None)
-        self.run = Run(folder.path)
+        self.run = Run(start_job(job, print_line, path, check=prove if proof else None).path)
         return self.run
 
     def verify(self, layout: str | Sequence[str], steps: int = 3) -> list[VerifyResult]:

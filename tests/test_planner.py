@@ -250,6 +250,20 @@ def test_the_plan_names_the_most_blocks_that_need_not_be_recomputed(samples: int
     assert int(80 * kept.best.layout.kept_fraction) == blocks and fits == [True, False]
 
 
+def test_stages_keep_whole_blocks() -> None:
+    """Of two blocks a stage, a quarter is none: as the engine does it, and not a quarter of the time."""
+    settings = ["model.name=llama3-8b", "model.layers=16", "batch.samples=64", "precision=bf16"]
+
+    def planned(recompute: str) -> tuple[float, float, float]:
+        found = plan_job(None, settings, "h100", 8, f"pipeline=8 micro_batch=1 recompute={recompute}")
+        return found.best.seconds, found.best.peak_memory, found.hardware_flops(found.best)
+
+    full, quarter, half, none = map(planned, ("full", "0.25", "0.5", "none"))
+    assert quarter == full and full[0] > half[0] > none[0] and full[1] < half[1] < none[1]
+    model = plan_job(None, settings, "h100", 8, "pipeline=8 micro_batch=1")
+    assert none[2] == pytest.approx(model.flops(model.best)) and full[2] > none[2] * none[0] / full[0]
+
+
 def llama_job(tmp_path: Path, samples: int = 64) -> str:
     job = tmp_path / "job.toml"
     job.write_text(f'precision = "bf16"\n[model]\nname = "llama3-8b"\n[batch]\nsamples = {samples}\n')

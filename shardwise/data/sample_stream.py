@@ -85,8 +85,7 @@ class Mixture(CountedSource):
         unassigned = np.ones(len(positions), bool)
         for number, weight in enumerate(self._fixed_point_weights[:-1]):
             before = (source_positions * weight) >> self.WEIGHT_BITS
-            after = ((source_positions + 1) * weight) >> self.WEIGHT_BITS
-            assigned = unassigned & (after > before)
+            assigned = unassigned & (((source_positions + 1) * weight) >> self.WEIGHT_BITS > before)
             source_index[assigned] = number
             passed_on = np.where(unassigned, source_positions - before, source_positions)
             source_positions = np.where(assigned, before, passed_on)

@@ -165,8 +165,7 @@ def _loss_quantiles(folder: RunFolder, decoder: LocalDecoder) -> tuple[dict[str,
 @torch.no_grad()
 def _write_reference(folder: RunFolder, decoder: LocalDecoder, out: Path, tokenizer: Tokenizer | None) -> str:
     """Writes the reference sample; raises RunError unless a fresh process gets the same from the folder."""
-    vocab = decoder.config.vocab_size
-    prompt = [token * 7 % vocab for token in range(PROMPT_TOKENS)]
+    prompt = [token * 7 % decoder.config.vocab_size for token in range(PROMPT_TOKENS)]
     with suppress(DataError, JobError):
         prompt = [int(token) for token in folder.sources(folder.job())[0][0][:PROMPT_TOKENS]]
     prompt = prompt[: max(1, decoder.length - GREEDY_TOKENS)]

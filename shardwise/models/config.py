@@ -196,6 +196,5 @@ class ModelConfig(ConfigSection):
     @property
     def tokenizer_folder(self) -> Path | None:
         """The folder with the tokenizer.json of the model: that folder, or the run that it starts from, if any."""
-        start = split_step(self.weights)[0] if self.weights else None
-        folders = (self.pretrained_folder, start)
+        folders = self.pretrained_folder, split_step(self.weights)[0] if self.weights else None
         return next((folder for folder in folders if folder and (folder / "tokenizer.json").is_file()), None)

@@ -108,8 +108,7 @@ def calibrate_world(device: torch.device, local_size: int) -> Cluster:
             values[f"{level}_latency"] = brief / (count - 1)
         dist.barrier()
     gathered = all_gather_json(values)
-    means = {key: statistics.mean(one[key] for one in gathered) for key in values}
-    return _make_cluster(kind, local_size, means)
+    return _make_cluster(kind, local_size, {key: statistics.mean(one[key] for one in gathered) for key in values})
 
 
 def refine(cluster: Cluster, job: Job, measured: dict[Layout, float]) -> Cluster:

@@ -24,6 +24,7 @@ class Prediction:
     update: float  # seconds of the optimizer update
     memory: tuple[RankMemory, ...]
     exposed: dict[str, float]  # seconds of communication that does not overlap with compute, by axis
+    kept_fraction: float  # of the blocks: those that are not recomputed
 
     @property
     def peak_memory(self) -> float:
@@ -94,7 +95,8 @@ class Estimator:
         bubble = 1.0 - self.micro_batches(layout) * self.slowest_rank_time(layout) / pipeline
         _, update = self.per_step_times(layout)
         memory = tuple(self.memory(layout, rank) for rank in range(layout.pipeline))
-        return Prediction(layout, self.step_time(layout, pipeline), bubble, update, memory, self.exposed(layout))
+        seconds, kept_fraction = self.step_time(layout, pipeline), self.kept_fraction(layout)
+        return Prediction(layout, seconds, bubble, update, memory, self.exposed(layout), kept_fraction)
 
     def memory(self, layout: Layout, rank: int, peaks: PeakCounts | None = None) -> RankMemory:
         """`peaks`: those of a schedule that is being synthesized."""
@@ -291,11 +293,12 @@ class Estimator:
         return memory_model.block_activation_bytes(self.shape, profile.itemsize, layout, sparse, *options)
 
     @cached_by(lambda self, layout: (self.parallel_degrees(layout), layout.recompute, layout.zero, layout.shard,
-                                     layout.pipeline == 1, layout.world == 1, layout.has_split_backward))  # fmt: skip
+                                     layout.pipeline == 1, layout.world == 1, layout.has_split_backward,
+                                     self.kept_fraction(layout)))  # fmt: skip
     def block_time(self, layout: Layout) -> BlockTime:
         """Returns the time of a block, with recomputation and exposed communication."""
         inner, _, _ = self.module_times(self.parallel_degrees(layout))
-        recompute_fraction, backward_extra = 1.0 - layout.kept_fraction, inner.traffic
+        recompute_fraction, backward_extra = 1.0 - self.kept_fraction(layout), inner.traffic
         if (moved := self.framework_profile.cast_bytes) and not self.keeps_compute_copy(layout):
             weights = (inputs := self.memory_inputs(layout)).block_weights + inputs.expert_weights
             backward_extra += self.machine.memory_time(moved * weights, bulk=True)
@@ -316,6 +319,11 @@ class Estimator:
             forward, backward = forward + exposed_forward, backward + exposed_backward
             exposed["data"] = exposed_forward + exposed_backward
         return BlockTime(forward, backward, inner.weight_grad, exposed)
+
+    def kept_fraction(self, layout: Layout) -> float:
+        """Returns the fraction of blocks that are not recomputed: in our engine whole blocks of each stage."""
+        blocks = max(stage.blocks for stage in self.stages(layout).stages) if self.layer_costs else 0
+        return int(blocks * layout.kept_fraction) / blocks if blocks else layout.kept_fraction
 
     def selective_recompute_time(self, layout: Layout, block: ModuleTime) -> float:
         """Returns the seconds that selective recomputation adds: it recomputes everything but matmuls and attention, as

@@ -98,7 +98,7 @@ class Plan:
 
     def hardware_flops(self, prediction: Prediction) -> float:
         """Returns hardware FLOP/s per device, with recomputed matmuls; selective recomputation repeats none."""
-        recomputed = (1.0 - prediction.layout.kept_fraction) * self.shape.block_flops(self.job.samples)
+        recomputed = (1.0 - prediction.kept_fraction) * self.shape.block_flops(self.job.samples)
         return self.flops(prediction) + recomputed / prediction.seconds / self.devices
 
     def mfu(self, prediction: Prediction) -> float:

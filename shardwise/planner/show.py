@@ -30,17 +30,13 @@ def show_plan(plan: Plan, console: Console, costs: list[str]) -> None:
     console.print(memory_table(plan.best))
     facts = {"plan": plan, "training": training_summary(plan), "costs": costs}
     for line in fill_in(ENDING, facts).splitlines():
-        console.print(line, highlight=False)
+        indent = 4 * " " if line.startswith(" ") else ""
+        console.print(fill(line, console.width, subsequent_indent=indent), highlight=False)
 
 
 def title(plan: Plan) -> str:
-    facts = {
-        "device": plan.cluster.device,
-        "cluster": plan.cluster,
-        "parameters": count_parameters(plan.job),
-        "GIB": GIB,
-    }
-    return fill_in(TITLE, {"plan": plan, **facts})
+    facts = {"plan": plan, "cluster": plan.cluster, "device": plan.cluster.device, "GIB": GIB}
+    return fill_in(TITLE, facts | {"parameters": count_parameters(plan.job)})
 
 
 def layouts_table(plan: Plan) -> Any:
