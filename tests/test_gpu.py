@@ -166,7 +166,14 @@ def test_a_sequence_cut_over_ranks_goes_through_the_gpus_kernels(way, tmp_path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="computes on CPU processes, forked from one that uses CUDA")
 @pytest.mark.parametrize(
-    "layout", ["tensor=2", "shard=2 zero=3", "shard=2 expert=2", "pipeline=2 shard=2 schedule=zbv", "replicate=2"]
+    "layout",
+    [
+        "tensor=2 recompute=selective",
+        "shard=2 zero=3",
+        "shard=2 expert=2",
+        "pipeline=2 shard=2 schedule=zbv",
+        "replicate=2",
+    ],
 )
 def test_what_travels_through_the_host_arrives(layout, monkeypatch):
     monkeypatch.setattr(parity, "run_world", partial(run_world, backend="host_staged"))

@@ -268,14 +268,15 @@ def all_to_all_rows(output: Tensor, input: Tensor, axis: Axis) -> None:
 
 def _gather_or_scatter(x: Tensor, dim: int, group: Any, axis: Axis | None, scatters: bool) -> Tensor:
     """Runs a functional all-gather or, if `scatters`, reduce-scatter, and waits for it; on a GPU only the stream waits.
-    An all-gather is given its output: without, it is gloo's coalesced one, which corrupts memory if calls overlap
-    (pytorch/pytorch#65231), as a late end of one and the beginning of the next may, although each is waited for."""
+    With gloo, an all-gather is given its output: without, it is the coalesced one, whose overlapping calls corrupt
+    memory (pytorch/pytorch#65231), and the late end of one can overlap with the next although both are waited for."""
+    collective = functional_reduce_scatter if scatters else functional_all_gather
+    args = (x, "sum", dim, group) if scatters else (x, dim, group)
     if axis is None:
-        collective = functional_reduce_scatter if scatters else functional_all_gather
-        return collective(x, *(("sum",) if scatters else ()), dim, group)  # type: ignore[no-any-return]
+        return collective(*args)  # type: ignore[no-any-return]
     with axis.waiting(x.device):
-        if scatters:
-            return functional.wait_tensor(functional_reduce_scatter(x, "sum", dim, group))
+        if scatters or dist.get_backend(group) != "gloo":
+            return functional.wait_tensor(collective(*args))  # type: ignore[no-any-return]
         output = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
         gather = torch.ops._c10d_functional.all_gather_into_tensor_out
         rows = functional.wait_tensor(gather(x, axis.size, group.group_name, out=output))
