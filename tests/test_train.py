@@ -347,8 +347,11 @@ EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.toml"))
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_every_example_takes_steps(example: Path, tmp_path: Path) -> None:
-    """Models of their kind and shape, small, on random walks."""
-    job = shrink_model(load_job(example, ["steps=3", "precision=float32", "data.source=synthetic", "data.samples=64"]))
+    """Models of their kind and shape, small, on random walks or on the chats beside them."""
+    has_data = load_job(example, []).data.source == "chat"
+    settings = [] if has_data else ["data.source=synthetic", "data.samples=64"]
+    job = load_job(example, ["steps=3", "precision=float32", *settings])
+    job = job if has_data else shrink_model(job)
     job = job.model_copy(
         update={
             "batch": BatchConfig(samples=8), "run": job.run.model_copy(update={"folder": str(tmp_path / "run")}),
