@@ -61,8 +61,8 @@ def fake_profiles(job: Job, layout: Layout, ranks: tuple[int, ...]) -> list[tupl
 
 
 @pytest.mark.parametrize("text", [
-    "replicate=2", "replicate=2 shard=2 zero=3", "pipeline=2 shard=2 zero=2 schedule=interleaved",
-    "pipeline=2 shard=2 zero=3 schedule=zero-bubble", "pipeline=2 tensor=2 schedule=zbv",
+    "pipeline=2 tensor=2 schedule=zbv", "replicate=2", "replicate=2 shard=2 zero=3",
+    "pipeline=2 shard=2 zero=2 schedule=interleaved", "pipeline=2 shard=2 zero=3 schedule=zero-bubble",
     "pipeline=2 tensor=2 shard=2 zero=1", "pipeline=2 context=2", "pipeline=2 tensor=2 shard=2 zero=3",
 ])  # fmt: skip
 def test_a_fake_world_is_like_a_real_one(text: str) -> None:
