@@ -51,7 +51,7 @@ def _format_problem(problem: Any, family: str, fields: Mapping[str, Any]) -> str
     if problem["type"] == "extra_forbidden":
         location = list(problem["loc"])
         hint = _hint(location, problem["input"]) or _suggest_key(location, family, fields)
-        return f"unknown key {'.'.join(map(str, location))!r}; {hint}"
+        return f"unknown key {shorten('.'.join(map(str, location)))}; {hint}"
     path, message = ".".join(_location(problem)), problem["msg"].removeprefix("Value error, ").rstrip(".")
     for theirs, ours in PLAINER.items():
         message = message.replace(theirs, ours)

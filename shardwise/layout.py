@@ -156,7 +156,7 @@ class Layout:
                 ending = f"; {hint}" if (hint := layout_hint(key)) else "."
                 raise LayoutError(f"layout {shorten(text)}: {shorten(word)} is not of the form key=value{ending}")
         if unknown := {key: value for _, key, _, value in words if key not in fields}:
-            hints = [f"unknown key {k!r}; {layout_hint(k, v) or suggest(k, fields)}" for k, v in unknown.items()]
+            hints = [f"unknown key {shorten(k)}; {layout_hint(k, v) or suggest(k, fields)}" for k, v in unknown.items()]
             raise LayoutError(f"layout {shorten(text)}: {' '.join(hints)}")
         for _, key, _, value in words:
             if key in values:
