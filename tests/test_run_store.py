@@ -31,6 +31,7 @@ from shardwise.train.run_store import RunStore, local_folder
 from shardwise.train.run_uploader import RunUploader
 from shardwise.workers.diagnosis import read_heartbeats
 from shardwise.workers.run_owner import own_run
+from shardwise.workers.snapshots import snapshot_key
 
 PORT = 29473
 STEPS = 40
@@ -547,6 +548,8 @@ def test_two_nodes_without_a_shared_folder(url: str, tmp_path: Path, snapshots: 
     try:
         (local,) = wait_for_folder(tmp_path / "lead0", lead)
         wait(lambda: list(stored.path.glob("checkpoints/*/manifest.json")), lead)
+        if snapshots:  # how often they are taken depends on the time that they take
+            wait(lambda: newest_in_memory(local.path, 4) > list_checkpoints(local.path / "checkpoints")[0][0], lead)
         end(member)
         shutil.rmtree(tmp_path / "member0")
         wait(lambda: "node_lost" in kinds(local), lead)
@@ -576,6 +579,15 @@ def test_two_nodes_without_a_shared_folder(url: str, tmp_path: Path, snapshots: 
     sources = [event["source"] for event in run.events() if event["event"] == "resumed"]
     assert sources[0] == ("memory" if snapshots else "disk")
     assert not list((tmp_path / "member1").glob("runs/*/metrics.jsonl"))  # it shared nothing
+
+
+def newest_in_memory(run: Path, ranks: int) -> int:
+    """The step of the newest snapshot that node 0 holds of every rank."""
+    steps: list[set[int]] = [set() for _ in range(ranks)]
+    for path in Path("/dev/shm").glob(f"shardwise-{snapshot_key(run, 0)}-*/rank-*.json"):
+        with suppress(OSError, ValueError):  # it is overwritten just now
+            steps[int(path.name[len("rank-") :].partition(".")[0])].add(json.loads(path.read_text())["step"])
+    return max(set.intersection(*steps), default=0)
 
 
 def wait_for_folder(cache: Path, process: subprocess.Popen[bytes]) -> list[RunFolder]:
