@@ -127,6 +127,7 @@ def sums() -> list[str]:
     return wrong
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_sums_are_exact_and_traffic_is_the_formula(ranks: int) -> None:
     assert run_world(sums, ranks) == [[]] * ranks
@@ -209,6 +210,7 @@ def lose(rank: int, name: str, how: signal.Signals, folder: str, end: Any) -> No
     os._exit(0)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("name", "how"), [("ring", signal.SIGKILL), ("halving", signal.SIGSTOP), ("tree", signal.SIGKILL),
                       ("two-level", signal.SIGSTOP)]
@@ -251,6 +253,7 @@ def descend(servers: int, staleness: int, rounds: int) -> tuple[float, int, list
     return float((weights - middle).abs().max()), worker.server.max_staleness if worker.server else 0, weights.tolist()
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("servers", "staleness"), [(1, 0), (2, 2), (3, 5)])
 def test_asynchronous_server_bounds_staleness(servers: int, staleness: int) -> None:
     found = run_world(descend, 3, servers, staleness, 150)

@@ -357,6 +357,7 @@ def _compare(path: str, model: dict[str, Any], cache: Path) -> tuple[float, floa
 PACKED_ROWS = [{"prompt": "q" * (3 * n % 7 + 1), "completion": "answer "[: n % 7 + 1]} for n in range(8)]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", ["LLAMA", "LEARNED", "MOE", "LATENT", "QWEN", "WINDOW", "GPT2"])
 def test_packing_equals_not_packing(name: str, tmp_path: Path) -> None:
     model = globals()[name]
@@ -391,6 +392,7 @@ def test_a_leak_between_conversations_is_caught(name: str, tmp_path: Path) -> No
     assert loss > 1e-8 and gradient > 1e-4
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("name", "layouts"), [
     ("LLAMA", ["shard=2 zero=3", "pipeline=2 tensor=2", "context=2", "context=2 context_method=ulysses"]),
     ("LEARNED", ["context=2 tensor=2", "pipeline=2 recompute=full"]), ("MOE", ["shard=2 expert=2"]),

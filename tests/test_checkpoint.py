@@ -136,6 +136,7 @@ def neighbours(text: str) -> list[str]:
     return [LAYOUTS[LAYOUTS.index(text) - back] for back in range(3)]
 
 
+@pytest.mark.thin(10)
 @pytest.mark.parametrize("text", LAYOUTS)
 def test_any_layout_loads_from_any_other(sources: dict[str, Any], text: str) -> None:
     layout = Layout.parse(text)

@@ -136,6 +136,7 @@ def where(*options: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=120)
 
 
+@pytest.mark.cluster
 def test_where_says_what_it_read_that_from(tmp_path: Path) -> None:
     told = json.loads(where("--json", str(tmp_path), **TORCHRUN).stdout)
     assert told["environment"] == "torchrun" and (told["rank"], told["world_size"]) == (3, 4)

@@ -35,6 +35,7 @@ def job(model: dict[str, object], **more: object) -> Job:
     return make_job({"precision": "float64", "model": model, "batch": {"samples": 8}, **more})
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("layout", [
     "context=3", "context=4 context_method=ulysses", "shard=2 context=2 zero=3", "context=2 recompute=selective",
     "pipeline=2 context=2 schedule=zbv recompute=full",
@@ -45,12 +46,14 @@ def test_a_cut_sequence_computes_what_one_process_does(layout):
     assert record.ok, record.describe()
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("layout", ["context=3", "context=2 tensor=2 context_method=ulysses", "pipeline=2 context=2"])
 def test_learned_positions_and_dropout_lie_where_they_should(layout):
     (record,) = verify(job(GPT2), [Layout.parse(layout)], steps=2)
     assert record.ok, record.describe()
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("layout", [
     "context=4 expert=2", "shard=2 context=2 expert=4", "shard=2 context=2 tensor=2 expert=4 zero=2",
     "pipeline=2 context=2 tensor=2 expert=2 schedule=zbv",
@@ -60,6 +63,7 @@ def test_experts_beside_a_cut_sequence(layout):
     assert record.ok, record.describe()
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(("model", "layout"), [
     (LLAMA, "context=2"), (LLAMA, "context=2 tensor=2 context_method=ulysses"),
     (LLAMA, "pipeline=2 context=2 schedule=zbv"),

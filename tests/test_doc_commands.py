@@ -187,6 +187,7 @@ def test_commands_print_what_is_shown(
     check_output(command, run_here(command, folder, monkeypatch, capfd))
 
 
+@pytest.mark.cluster
 def test_a_run_and_what_is_done_with_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

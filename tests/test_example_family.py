@@ -35,6 +35,7 @@ def shardwise(env: dict[str, str], cwd: Path, *arguments: str) -> subprocess.Com
     return subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.cluster
 def test_it_is_proven(installed: dict[str, str], tmp_path: Path) -> None:
     layouts = ("replicate=2", "shard=2 zero=3", "tensor=2", "pipeline=2 tensor=2 micro_batch=2")
     options = [option for layout in layouts for option in ("--layout", layout)]

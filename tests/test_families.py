@@ -27,6 +27,7 @@ def job(model: dict[str, object], samples: int = 8) -> Job:
     return make_job({"precision": "float64", "model": model, "batch": {"samples": samples}})
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("layout", [
     "shard=2 zero=3", "pipeline=2 schedule=zbv", "pipeline=2 tensor=2 recompute=full", "context=2",
     "pipeline=2 shard=2 context=2 context_method=ulysses",
@@ -36,6 +37,7 @@ def test_bert_in_any_layout(layout):
     assert record.ok, record.describe()
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("layout", [
     "shard=2 zero=3", "pipeline=2 schedule=zbv", "shard=2 tensor=2 zero=2 recompute=selective",
     "pipeline=3 schedule=interleaved virtual=2", "pipeline=2 shard=2 tensor=2 zero=2",
@@ -188,6 +190,7 @@ def test_costs_follow_the_trace():
 IMAGES = {"name": "resnet", "depth": 18, "width": 4, "stem": "cifar", "image_size": 8, "num_classes": 5}
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("layout", ["replicate=3", "shard=2 zero=1", "replicate=2 shard=2 zero=3"])
 def test_resnet_in_any_layout(layout):
     (record,) = verify(job(IMAGES, 12), [Layout.parse(layout)], steps=2)

@@ -165,6 +165,7 @@ def test_a_mistake_as_a_process(tmp_path: Path) -> None:
 # Numbers
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -406,6 +407,7 @@ def replace_value(content: bytes, rng: random.Random) -> tuple[bytes, str]:
     return content[: token.start()] + value + content[token.end() :], how
 
 
+@pytest.mark.thin(80)
 @pytest.mark.parametrize("chunk", range(80))
 def test_a_damaged_file_ends_in_a_sentence(
     chunk: int, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -541,7 +543,7 @@ def stub_processes(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"{module}.ForkServer", lambda *_: nothing)
     monkeypatch.setattr("shardwise.launch.start.launch", lambda *_, **__: None)
     monkeypatch.setattr("shardwise.chaos.run.launch", lambda *_, **__: sys.exit(0))
-    monkeypatch.setattr("shardwise.verify.parity.run_world", lambda *_: sys.exit(0))
+    monkeypatch.setattr("shardwise.verify.parity.run_world", lambda *_, **__: sys.exit(0))
     monkeypatch.setattr("shardwise.bench.train_step.parallelize", lambda *_: sys.exit(0))
     read = SampleStream.read
     monkeypatch.setattr(SampleStream, "read", lambda stream, at: read(stream, at) if len(at) < 1000 else sys.exit(0))

@@ -31,6 +31,7 @@ SUMS = [
 ]  # fmt: skip
 
 
+@pytest.mark.thin(8)
 @pytest.mark.parametrize(("way", "text"), SUMS)
 def test_sums_are_those_of_one_process(way, text):
     record = verify_compressed(job(way), Layout.parse(text))
@@ -84,6 +85,7 @@ def shapes_of_it() -> list[torch.Size]:
     return [weight.shape for _, weight in chain.named_unique_parameters()]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("way", "after", "layout", "other"), [
     ("topk:0.05", 0, "replicate=2", "shard=3 zero=1"), ("powersgd:rank=2", 1, "shard=2 zero=2", "replicate=3"),
     ("onebit", 4, "shard=2 zero=1", "replicate=2"),

@@ -161,6 +161,7 @@ AFTER = ("after forward", "after backward")
 SPLIT = ["pipeline=2 shard=2 schedule=zero-bubble", "pipeline=2 shard=2 schedule=zbv"]
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("cut", [*CUTS, "pipeline=2 shard=2 schedule=zbv"])
 def test_zero_1_holds_whole_weights_and_gradients(cut: str) -> None:
     for sizes, moments in run(f"{cut} zero=1"):
@@ -173,6 +174,7 @@ def test_zero_1_holds_whole_weights_and_gradients(cut: str) -> None:
         assert_little_else(sizes, moments)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("cut", CUTS)
 def test_zero_2_holds_whole_weights_and_pieces_of_gradients(cut: str) -> None:
     for sizes, moments in run(f"{cut} zero=2"):
@@ -187,6 +189,7 @@ def test_zero_2_holds_whole_weights_and_pieces_of_gradients(cut: str) -> None:
         assert_little_else(sizes, moments)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("cut", CUTS)
 def test_zero_3_holds_pieces_of_weights_and_gradients(cut: str) -> None:
     for sizes, moments in run(f"{cut} zero=3"):
@@ -201,6 +204,7 @@ def test_zero_3_holds_pieces_of_weights_and_gradients(cut: str) -> None:
         assert_little_else(sizes, moments)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("cut", SPLIT)
 def test_between_the_halves_of_a_split_backward(cut: str, zero: int) -> None:

@@ -18,6 +18,7 @@ def job(how: dict[str, object], **more: object) -> Job:
     return make_job({"precision": "float64", "model": MODEL, "batch": {"samples": 12}, "local_sgd": how, **more})
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(("how", "layouts"), [
     ({"every": 2}, ["replicate=3", "replicate=2 shard=2 zero=3"]),
     (NESTEROV, ["replicate=2 shard=2 zero=1", "pipeline=2 replicate=2 tensor=2"]),
@@ -37,6 +38,7 @@ def test_experts_and_images_apart():
         assert record.ok, record.describe()
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(("how", "layout"), [(NESTEROV, "replicate=2"), ({"every": 4}, "replicate=2 shard=2 zero=2")])
 def test_a_run_goes_on_between_two_meetings(how, layout, tmp_path):
     more = {"data": {"source": "synthetic", "samples": 96}, "steps": 8, "checkpoint": {"every": 2}}
@@ -63,6 +65,7 @@ def without_momentum(patch):
     patch.setattr(local_sgd.OuterOptimizer, "after_step", after_step)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("plant", [late, without_momentum], ids=lambda plant: plant.__name__)
 def test_planted_bugs_are_caught(plant, monkeypatch):
     plant(monkeypatch)

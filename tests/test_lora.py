@@ -111,6 +111,7 @@ def test_logits_and_gradients_are_those_of_peft(kind: str, tmp_path: Path) -> No
     assert all(weight.grad is None for name, weight in ours.named_parameters() if not is_adapter(name))
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("kind, layouts", [
     ("llama", ["pipeline=2 tensor=2", "shard=2 zero=3"]),
     ("gpt_oss", ["pipeline=2 shard=2 expert=2", "replicate=2"]),
@@ -123,6 +124,7 @@ def test_layouts_of_a_folder(kind: str, layouts: list[str], tmp_path: Path) -> N
         assert result.ok, result
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name, layouts", [
     ("gpt", ["tensor=3 shard=2 zero=3", "pipeline=2 context=2 schedule=zero-bubble"]),  # 4 heads on 3 ranks
     ("moe", ["shard=2 expert=2 tensor=2", "tensor=2 expert=2"]),
@@ -149,6 +151,7 @@ def adapters_of(run: RunFolder) -> dict[str, torch.Tensor]:
     return {name: saved._read_adapter(name) for name in names}
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize("kind, layout", [("llama", "tensor=2 shard=2"), ("mixtral", "shard=2 expert=2")])
 def test_a_trained_adapter_loads_in_peft_and_is_merged(kind: str, layout: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
@@ -177,6 +180,7 @@ def test_a_trained_adapter_loads_in_peft_and_is_merged(kind: str, layout: str, t
     assert first.keys() == again.keys() and all(torch.equal(first[name], again[name]) for name in first)
 
 
+@pytest.mark.cluster
 def test_adapters_beside_the_weights_of_a_run(tmp_path: Path) -> None:
     base = train(make_run(tmp_path / "base", GPT), "pipeline=2")
     model = {"weights": str(base.path), "lora": {"rank": 2, "targets": ["qkv", "block1.mlp.*"]}}

@@ -509,6 +509,7 @@ def copies_along_the_context_axis_counted_twice_in_the_norm(patch: Patch) -> Non
     patch.setattr(step, "reduce_loss_and_norm", measure)
 
 
+@pytest.mark.thin(by_kind=True)
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: f"{m.plant.__name__} [{m.layout}]")
 def test_caught(mutation: Mutation, monkeypatch: Patch) -> None:
     layout = Layout.parse(mutation.layout)

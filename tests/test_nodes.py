@@ -27,6 +27,8 @@ from shardwise.workers.snapshots import snapshot_key
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 import hostile  # noqa: E402
 
+pytestmark = pytest.mark.cluster
+
 NAME = f"swnode{os.getpid()}"
 PORT = 29471
 STEPS = 40

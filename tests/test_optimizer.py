@@ -95,6 +95,7 @@ def weights_after(job: Job, text: str, wide: bool) -> list[torch.Tensor]:
     return [param_shard.tensor.detach().clone() for param_shard in engine.param_shards]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("micro_batch", [2, 4])
 def test_weights_rounded_once_are_those_rounded_in_every_use(tied: bool, micro_batch: int) -> None:

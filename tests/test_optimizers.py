@@ -60,6 +60,7 @@ def assert_exact(record: VerifyResult) -> None:
 EXACT = [("sgd", WORLDS[1]), *((name, world) for name in NAMES if name != "sgd" for world in WORLDS)]
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(("name", "world"), EXACT, ids=[f"{name} {world[0]}" for name, world in EXACT])
 def test_exact(name: str, world: tuple[str, int, dict[str, Any]]) -> None:
     layout, samples, model = world
@@ -154,6 +155,7 @@ def go_on(job: Job, text: str, folder: Path, loads: bool) -> tuple[list[float], 
     return train(job, engine, optimizer, 2, 4), states(), held
 
 
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("name", NAMES[:3])
 def test_goes_on_in_another_layout(name: str, tmp_path: Path) -> None:
     job = job_of(name, 6, DENSE)

@@ -96,6 +96,7 @@ def cut_off(browser: Browser) -> list[str]:
     )
 
 
+@pytest.mark.cluster
 def test_every_page_fits_every_screen(runs: tuple[Path, str], browser: Browser) -> None:
     home, address = runs
     for name, url in pages(home, address).items():

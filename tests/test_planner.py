@@ -79,6 +79,7 @@ def test_blocks_are_spread_evenly(layers: int, pipeline: int) -> None:
     assert counts[0] == min(counts)
 
 
+@pytest.mark.thin(8)
 @pytest.mark.parametrize(
     ("cluster", "devices", "samples"), list(product(("h100", "a100-40g", "gb200"), (4, 8, 16), (32, 64)))
 )

@@ -8,12 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from test_nodes import NAME, link, sh
 
 from shardwise.cluster import read_cluster
 from shardwise.job import make_job
 from shardwise.launch.where import find_problems
 from shardwise.planner.plan import make_plan
+
+pytestmark = pytest.mark.cluster
 
 __all__ = ["link"]
 PORT = 29473

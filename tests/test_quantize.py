@@ -78,6 +78,7 @@ def test_a_shard_has_the_values_of_its_part(kind: str, column: int, columns: int
     assert torch.allclose(x.grad, expected.expand_as(x), atol=1e-6)  # type: ignore[arg-type]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("kind", "model", "layouts"), [
     ("nf4", MODEL, ["replicate=2", "shard=2 zero=3", "tensor=2", "tensor=3", "context=2 pipeline=2"]),
     ("int8", MODEL, ["tensor=3"]), ("nf4", HF, ["shard=2 zero=3", "tensor=2", "pipeline=2"]),

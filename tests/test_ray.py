@@ -16,6 +16,8 @@ from test_nodes import STEPS, curve, job_of
 
 from shardwise.train.run_folder import RunFolder
 
+pytestmark = pytest.mark.cluster
+
 ray_cluster = pytest.importorskip("ray.cluster_utils", reason="Ray is not installed: pip install ray")
 NODE = {"num_cpus": 1, "object_store_memory": 80 << 20}
 

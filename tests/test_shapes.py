@@ -320,6 +320,7 @@ PLANS = {
 }  # fmt: skip
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", PLANS)
 def test_examples_can_be_planned(name: str) -> None:
     words = ["plan", str(EXAMPLES / f"{name}.toml"), "--cluster", "a100-80g", "--devices", str(PLANS[name])]

@@ -94,6 +94,7 @@ class Quiet(SimpleHTTPRequestHandler):
         pass
 
 
+@pytest.mark.cluster
 def test_the_site_is_built_whole(site: Path) -> None:
     assert not list(tool("check_site").problems(site))
     for page in site.rglob("*.html"):
@@ -103,6 +104,7 @@ def test_the_site_is_built_whole(site: Path) -> None:
         assert not listed, f"{page.name}: a list that is not drawn as one: {listed and listed[0]}"
 
 
+@pytest.mark.cluster
 @pytest.mark.skipif(not CHROMIUM, reason="needs Chromium")
 @pytest.mark.parametrize("width, dark", [(1280, False), (1280, True), (390, False), (390, True)])
 def test_pages_in_a_browser(site: Path, width: int, dark: bool) -> None:

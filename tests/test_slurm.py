@@ -15,6 +15,8 @@ from test_nodes import STEPS, curve, job_of
 
 from shardwise.train.run_folder import RunFolder
 
+pytestmark = pytest.mark.cluster
+
 if slurm_cluster.missing():
     pytest.skip(slurm_cluster.missing(), allow_module_level=True)
 

@@ -19,6 +19,8 @@ from test_nodes import STEPS, curve, job_of
 
 from shardwise.train.run_folder import RunFolder
 
+pytestmark = pytest.mark.cluster
+
 ROOT = Path(__file__).parent.parent
 POD = ["submit", "job.toml", "--k8s", "--image", "registry/shardwise:1", "--nodes", "2", "--gpus-per-node", "2"]
 

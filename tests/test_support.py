@@ -99,6 +99,7 @@ def count_forwards(job: Job, layout: Layout) -> dict[str, float]:
     return {name: count / engine.batch.micro_batches for name, count in calls.items()}
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble", "dualpipev"])
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_a_block_is_computed_again_once(schedule: str, recompute: str) -> None:

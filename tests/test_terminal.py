@@ -33,6 +33,7 @@ COMMANDS = [
 FREE_TEXT = re.compile(r"(llama3-8b|gpt): |Layout '|copies: |buffers: ")  # sentences of one line, no tables
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 @pytest.mark.parametrize("command", COMMANDS)
 def test_no_line_is_wider_than_the_terminal(

@@ -80,6 +80,7 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, monkeypatch, capsys) -> 
     assert not list(Path("other").iterdir())
 
 
+@pytest.mark.cluster
 def test_machines_read_it_too(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tune, "FIRST_STEPS", 2)

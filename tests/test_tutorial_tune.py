@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 from test_docs import ROOT, blocks
 
+pytestmark = pytest.mark.cluster
+
 pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 pytest.importorskip("yaml")

@@ -145,6 +145,7 @@ def assert_exact(record: VerifyResult) -> None:
     assert max(record.loss, record.grad_norm, record.grad, record.weight) <= LIMIT
 
 
+@pytest.mark.thin(24)
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_pairwise(case: Case) -> None:
     """Every third, among them those of `make test`, takes a second step: what the first leaves behind."""
@@ -190,6 +191,7 @@ NAMED = {
 }
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("name", NAMED)
 def test_named(name: str) -> None:
     text, samples, shape = NAMED[name]
@@ -233,6 +235,7 @@ def test_without_clipping_and_without_dropout() -> None:
         assert_exact(record)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.timeout(600)  # a C++ compiler is at work
 @pytest.mark.parametrize("layout", ["replicate=2", "micro_batch=1 recompute=full", "recompute=selective"])
 def test_compiled_blocks(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,6 +118,7 @@ def slowest(run: RunData) -> list[tuple[int, str]]:
 # Known truth
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("layout", ["replicate=2", "shard=2", "shard=2 zero=3", "tensor=2"])
 def test_a_straggler_shows_by_its_own_time_and_the_others_by_waiting(layout: str, tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", layout, "straggler")
@@ -152,6 +153,7 @@ def test_a_slow_link_is_its_axis_and_no_rank(tmp_path: Path) -> None:
     assert last["wait_seconds"]["tensor"] > 0.5 * last["seconds"]
 
 
+@pytest.mark.cluster
 def test_an_uneven_stage_computes_and_the_other_has_the_bubble(tmp_path: Path) -> None:
     shape = {"layers": 12, "width": 96, "heads": 4, "vocab": 61, "sequence": 64}
     run = make_run(tmp_path / "run", "pipeline=2 stages=2,10 micro_batch=1", "", model=shape, steps=13)
@@ -167,6 +169,7 @@ def test_an_uneven_stage_computes_and_the_other_has_the_bubble(tmp_path: Path) -
     assert 0 < found["predicted"]["bubble"] < 1
 
 
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("layout", ["replicate=2", "pipeline=1", "pipeline=2 schedule=zbv", "shard=2 zero=2"])
 def test_parts_add_up_to_the_step(layout: str, tmp_path: Path) -> None:
     shape = {"layers": 4, "width": 128, "heads": 4, "vocab": 256, "sequence": 128}

@@ -350,6 +350,7 @@ STARTS: dict[str, tuple[dict[str, Any], str, str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", STARTS)
 def test_every_model_can_start_from_a_run(name: str, tmp_path: Path) -> None:
     model, layout, other_layout = STARTS[name]

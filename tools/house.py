@@ -18,9 +18,6 @@ from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-MAX_PACKAGE_LINES = 32_000
-MAX_FILE_LINES = 450
-MAX_FUNCTION_LINES = 80
 SHARED_BASENAMES = ("__init__.py", "command.py")  # every room may have one of each
 
 
@@ -36,10 +33,6 @@ class Module:
     @cached_property
     def tree(self) -> ast.Module:
         return ast.parse(self.text)
-
-    @property
-    def lines(self) -> int:
-        return len(self.text.splitlines())
 
     def at(self, node: ast.AST, what: str) -> str:
         return f"{self.name}:{getattr(node, 'lineno', 1)}: {what}"
@@ -228,25 +221,6 @@ def upward_imports(house: House) -> list[str]:
     return sorted(set(violations))
 
 
-def long_files(house: House) -> list[str]:
-    """Files over the limit."""
-    return [f"{module.name}: {module.lines} lines" for module in house.modules if module.lines > MAX_FILE_LINES]
-
-
-def long_functions(house: House) -> list[str]:
-    """Functions over the limit."""
-    functions = [(module, node) for module in house.modules for node in ast.walk(module.tree)
-                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]  # fmt: skip
-    sizes = [(module, node, (node.end_lineno or node.lineno) - node.lineno + 1) for module, node in functions]
-    return [
-        module.at(node, f"{node.name} has {size} lines") for module, node, size in sizes if size > MAX_FUNCTION_LINES
-    ]
-
-
-def package_lines(house: House) -> int:
-    return sum(module.lines for module in house.modules)
-
-
 RULES: dict[Callable[[House], list[str]], tuple[str, int]] = {
     kind_checks: ("kind checks outside models/", 0),
     duplicate_classes: ("class names defined twice", 0),
@@ -254,8 +228,6 @@ RULES: dict[Callable[[House], list[str]], tuple[str, int]] = {
     import_effects: ("import-time side effects", 0),
     import_circles: ("import circles", 0),
     upward_imports: ("imports of a higher room", 0),
-    long_files: (f"files over {MAX_FILE_LINES} lines", 0),
-    long_functions: (f"functions over {MAX_FUNCTION_LINES} lines", 0),
 }
 
 
@@ -269,11 +241,6 @@ def main() -> int:
         failed |= len(violations) > allowed
         print(f"{title:<32}{len(violations):>7}{allowed:>9}{'  BROKEN' if len(violations) > allowed else ''}")
         lists += [f"\n{title}:", *(f"  {violation}" for violation in violations)] if violations else []
-    total = package_lines(house)
-    failed |= total > MAX_PACKAGE_LINES
-    print(
-        f"{'lines of the package':<32}{total:>7}{MAX_PACKAGE_LINES:>9}{'  BROKEN' if total > MAX_PACKAGE_LINES else ''}"
-    )
     print("\n".join(lists))
     return int(failed)
 
