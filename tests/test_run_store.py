@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from shardwise import object_store
 from shardwise.data.input_files import DataRecord
 from shardwise.data.make_sources import make_sources
 from shardwise.errors import CheckpointError, DataError, JobError, RunError, ShardwiseError, StoreError
@@ -32,6 +33,8 @@ from shardwise.train.run_uploader import RunUploader
 from shardwise.workers.diagnosis import read_heartbeats
 from shardwise.workers.run_owner import own_run
 from shardwise.workers.snapshots import snapshot_key
+
+pytestmark = pytest.mark.cluster
 
 PORT = 29473
 STEPS = 40
@@ -77,6 +80,12 @@ def start(cache: Path, *words: str, **variables: str) -> subprocess.Popen[bytes]
     command = [sys.executable, "-m", "shardwise", "train", *words]
     with Path(f"{cache}.log").open("ab") as log:
         return subprocess.Popen(command, env=environment, start_new_session=True, stdout=log, stderr=log)
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a store answers is asked for again without waiting long."""
+    monkeypatch.setattr(object_store, "PAUSES", (0.01,) * 5)
 
 
 @pytest.fixture
@@ -162,8 +171,9 @@ def test_hostile_names_lead_nowhere(s3: str, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "deep" / "cache"))
     client = pytest.importorskip("boto3").client("s3")
     names = ("../x", "../../../../x", f"/{tmp_path}/x", "a/../../../x", "store.json", "owner.json", "fine")
-    for name in ("job.toml", *names):
-        client.put_object(Bucket="runs", Key=f"hostile/{name}", Body=b"" if name == "job.toml" else b"hostile")
+    client.put_object(Bucket="runs", Key="hostile/job.toml", Body=make_job({}).to_toml().encode())
+    for name in names:
+        client.put_object(Bucket="runs", Key=f"hostile/{name}", Body=b"hostile")
     folder = RunFolder.open(Path(f"{s3}/hostile")).path
     local_copy(f"{s3}/hostile")
     written = [path for path in tmp_path.rglob("*") if path.is_file() and path.read_bytes() == b"hostile"]
@@ -224,10 +234,10 @@ class Launcher:
         with ExitStack() as claim:
             claim.enter_context(own_run(self.folder, self.said.append))
             claim.enter_context(self.store.claimed(self.said.append, self.lose))
+            if not self.is_new:
+                self.store.restore(self.said.append)
             self.claim = claim.pop_all()
-        if not self.is_new:
-            self.store.restore(self.said.append)
-        self.uploader._stored = set(self.store.complete())
+        self.uploader._stored = self.store.complete().keys() - self.store.damaged
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -426,17 +436,40 @@ def test_only_a_complete_checkpoint_counts(url: str, tmp_path: Path, cache: Path
         for step in (1, 2, 3, 4):
             save(one.folder, step)
         assert one.copy()
-    stored = tmp_path / "store" / "run" / "checkpoints"
-    (stored / "step-00000004" / "manifest.json").unlink()  # a launcher died before it was written
-    (stored / "step-00000003" / "__0_0.distcp").write_bytes(b"short")
+    run = tmp_path / "store" / "run"
+    stored = run / "checkpoints"
     (stored / "step-00000002" / "__0_0.distcp").write_bytes(b"SHARD" * 2)  # has changed
-    with Launcher(url, tmp_path / "b", monkeypatch, keep=4) as two:
+    (stored / "step-00000003" / "__0_0.distcp").write_bytes(b"short")
+    (stored / "step-00000004" / "manifest.json").unlink()
+
+    def refuse(name: str, why: str) -> None:
+        before = ObjectStore(url).list()
+        with pytest.raises(CheckpointError, match=why) as error, Launcher(url, tmp_path / "b", monkeypatch, keep=4):
+            pass
+        assert f"{url}/checkpoints/{name}" in str(error.value) and f"{url}/writer.json" in str(error.value)
+        assert ObjectStore(url).list().keys() == before.keys() | {"writer.json"}
+        shutil.rmtree(stored / name)  # the way around, as the sentence says
+        (run / "writer.json").unlink()
+
+    refuse("step-00000004", "writer.json names it as the last one saved, but it has no manifest.json")
+    refuse("step-00000003", "the store has no __0_0.distcp of 15 bytes")
+    (stored / "step-00000005").mkdir()
+    (stored / "step-00000005" / "__0_0.distcp").write_bytes(b"a launcher died before the manifest was written")
+    with Launcher(url, tmp_path / "b", monkeypatch, keep=2) as two:
         assert two.local == [1] and "step-00000002" in two.said[0] and "__0_0.distcp has changed" in two.said[0]
-        with two.uploader.running():
-            assert sorted(path.name for path in stored.iterdir()) == ["step-00000001", "step-00000002"]
+        names = lambda: sorted(path.name[-1] for path in stored.iterdir())  # noqa: E731
+        assert two.copy() and names() == ["1", "2", "5"]
+        save(two.folder, 2)  # again: what the store has of it is damaged
+        assert two.copy() and names() == ["1", "2", "5"]
+        assert (stored / "step-00000002" / "__0_0.distcp").read_bytes() == b"shard" * 2
+        for step in (6, 7):
+            save(two.folder, step)
+            shutil.rmtree(two.store.checkpoints / f"step-{[1, 2][step - 6]:08d}")  # retention
+            assert two.copy()
+        assert names() == ["6", "7"]
     shutil.rmtree(stored)
     with (
-        pytest.raises(CheckpointError, match="has no complete checkpoint, although step-0000000"),
+        pytest.raises(CheckpointError, match="writer.json names it as the last one saved"),
         Launcher(url, tmp_path / "c", monkeypatch),
     ):
         pass
@@ -452,6 +485,12 @@ def test_a_manifest_names_no_file_elsewhere(url: str, tmp_path: Path, cache: Pat
     write_manifest(path, {"step": 2, "files": {name: {"bytes": 1, "sha256": "0" * 64}}})
     with pytest.raises(DamagedCheckpoint, match="which is no file of a checkpoint"):
         parse_manifest((path / "manifest.json").read_bytes())
+    with (
+        pytest.raises(CheckpointError, match="which is no file of a checkpoint. It is the newest"),
+        Launcher(url, tmp_path / "b", monkeypatch),
+    ):
+        pass
+    shutil.rmtree(path)
     with Launcher(url, tmp_path / "b", monkeypatch) as two:
         assert two.local == [1] and two.stored == ["step-00000001"]
 

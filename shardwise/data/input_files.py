@@ -10,7 +10,7 @@ import gzip
 import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -23,6 +23,7 @@ from shardwise.files import import_extra, os_errors_as, parse_json, write_text
 from shardwise.object_store import cached_path, local_copy, original_name, parse_url
 
 BLOCK_BYTES, BLOCKS = 16 << 10, 16
+TIME_PRECISION_NS = 1_000_000  # of times of objects that were copied at different times
 MAX_SHOWN = 3  # bad records or changes that a message quotes
 
 
@@ -70,12 +71,20 @@ class DataFile:
         if self.path.is_dir():
             return f"the files in {self.path} have changed" * (DataFile.of(self.path).digest != self.digest)
         now, size = DataFile.of(self.path, self.size), self.path.stat().st_size
+        if size > self.size and self._was_cut(now):
+            name = original_name(str(self.path))
+            return f"the run began with {self.size} of the {size} bytes of {name}: its copy had been cut short"
         if size < self.size:
             return f"{self.path} has {size} bytes instead of {self.size}"
         if now.digest != self.digest:
             return f"the content of {self.path} has changed"
         is_written = compare_time and size == self.size > BLOCKS * BLOCK_BYTES and now.mtime_ns != self.mtime_ns
         return f"{self.path} was written again, so its content may have changed" if is_written else ""
+
+    def _was_cut(self, now: "DataFile") -> bool:
+        """Whether the run began with a part of an object, although the object is the same: a copy has its time."""
+        is_copy = original_name(str(self.path)) != str(self.path)
+        return is_copy and abs(now.mtime_ns - self.mtime_ns) < TIME_PRECISION_NS
 
 
 class _Extent(io.FileIO):
@@ -96,42 +105,66 @@ class DataRecord:
     files: dict[str, DataFile] = field(default_factory=dict)
     samples: tuple[int, ...] = ()  # number of samples for training and for validation
     tokenizer: str = ""  # hash of the run's own tokenizer; empty if it has none
+    validation_sets: dict[str, "DataRecord"] = field(default_factory=dict)  # by format and path, as in `data.mix`
     is_new: bool = True
+    has_other_sets: bool = False  # whether its validation sets are others than those of the file that it was read from
 
     @classmethod
     def load(cls, path: Path) -> "DataRecord":
         """Returns the record of a run; a new one if the run has none."""
         try:
             values = parse_json(path.read_bytes())
-            found = [DataFile(cached_path(name), int(s), int(t), str(d)) for name, (s, t, d) in values["files"].items()]
-            files = {str(file.path): file for file in found}
-            for name in values["files"]:
-                if parse_url(name) and not cached_path(name).exists():
-                    local_copy(name)
-            return cls(files, tuple(map(int, values["samples"])), str(values["tokenizer"]), is_new=False)
+            sets = {
+                str(name): cls(_parse_files(one["files"]), is_new=False)
+                for name, one in values.get("validation_sets", {}).items()
+            }
+            files, samples = _parse_files(values["files"]), tuple(map(int, values["samples"]))
+            return cls(files, samples, str(values["tokenizer"]), sets, is_new=False)
         except FileNotFoundError:
             return cls()
         except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError):
             raise DataError(f"{path} is damaged; restore it, or delete it to record the run's data anew.") from None
 
     def save(self, path: Path) -> None:
-        files = {original_name(name): (file.size, file.mtime_ns, file.digest) for name, file in self.files.items()}
-        write_text(path, json.dumps({"files": files, "samples": self.samples, "tokenizer": self.tokenizer}))
+        values: dict[str, Any] = {
+            "files": _format_files(self.files),
+            "samples": self.samples,
+            "tokenizer": self.tokenizer,
+        }
+        if self.validation_sets:
+            values["validation_sets"] = {
+                name: {"files": _format_files(one.files)} for name, one in self.validation_sets.items()
+            }
+        write_text(path, json.dumps(values))
+
+    def choose_sets(self, names: Collection[str]) -> None:
+        """Makes the record that of these validation sets; one that it does not have yet is recorded when it is read.
+
+        Those that a resume leaves out are forgotten: their files may go."""
+        self.has_other_sets = set(names) != set(self.validation_sets)
+        self.validation_sets = {name: self.validation_sets.get(name, DataRecord()) for name in names}
 
     def take(self, paths: Sequence[Path]) -> list[DataFile]:
         """Returns what the run reads of these files."""
         if self.is_new:
             self.files |= {str(path): DataFile.of(path) for path in paths}
         if paths and not any(str(path) in self.files for path in paths):
-            raise DataError(f"{paths[0]} is not among the files that the run began with; restore data.path in its job.")
+            raise DataError(f"{paths[0]} is not among the files that the run began with; restore the path in its job.")
         return [self.files[str(path)] for path in paths if str(path) in self.files]
 
     def changes(self, compare_times: bool = True, samples: tuple[int, ...] = ()) -> list[str]:
         """Returns how the files, or the numbers of samples, differ from the record."""
-        changes = [] if samples else [file.change(compare_times) for file in self.files.values()]
+        changes = [] if samples else [file.change(compare_times) for file in self._all_files()]
         if samples and self.samples and not self.is_new and samples != self.samples:
             changes = ["it has {} + {} samples instead of {} + {}".format(*samples, *self.samples)]
         return [change for change in changes if change]
+
+    def _all_files(self) -> list[DataFile]:
+        """Returns the files of training and validation, each once: a set may read what training reads."""
+        found = list(self.files.values())
+        for one in self.validation_sets.values():
+            found += [file for file in one.files.values() if file not in found]
+        return found
 
     def check(self, run: Path, compare_times: bool = True, samples: tuple[int, ...] = ()) -> None:
         """Raises DataError if anything differs from the record."""
@@ -142,6 +175,20 @@ class DataRecord:
             remedy = f"Restore it{'.' if all(change.endswith(' is missing') for change in changes) else accept}"
             shown = "; ".join(changes[:MAX_SHOWN])
             raise DataError(f"the data has changed since the run began: {shown}{more}. {remedy}")
+
+
+def _parse_files(entries: dict[str, Any]) -> dict[str, DataFile]:
+    """Returns the files of a saved record by path; downloads those whose copies are not here."""
+    found = [DataFile(cached_path(name), int(s), int(t), str(d)) for name, (s, t, d) in entries.items()]
+    for name in entries:
+        if parse_url(name) and not cached_path(name).exists():
+            local_copy(name)
+    return {str(file.path): file for file in found}
+
+
+def _format_files(files: dict[str, DataFile]) -> dict[str, tuple[int, int, str]]:
+    """Returns the files as a record saves them: by the name that the user gave, not that of a copy."""
+    return {original_name(name): (file.size, file.mtime_ns, file.digest) for name, file in files.items()}
 
 
 @dataclass

@@ -12,13 +12,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from shardwise.console import print_line
-from shardwise.data.make_sources import download_data
 from shardwise.errors import RunError, ShardwiseError
 from shardwise.job import load_job
 from shardwise.object_store import in_parallel
 from shardwise.train import checkpoint_folder
 from shardwise.train.checkpoint_folder import MANIFEST_FILE, DamagedCheckpoint, parse_manifest, save_order
 from shardwise.train.run_store import FETCHED_FILE, RunStore, local_folder
+from shardwise.train.validate import refresh_copies
 
 POLL_SECONDS, MAX_BACKOFF = 1.0, 60.0
 COPY_SECONDS = 10.0  # between copies of a small file; longer for files of many MiB, which are copied as a whole
@@ -44,9 +44,7 @@ class RunUploader:
     def running(self) -> Iterator[None]:
         """Copies while the block runs, and at its end the rest; raises RunError if that fails."""
         if self.is_main:
-            self._stored = set(self.store.complete())
-            local = {path.name for path in self._local()}
-            self.store.remove(self.store.checkpoint_files().keys() - self._stored - local)  # of which the rest is lost
+            self._stored = self.store.complete().keys() - self.store.damaged
             self.copy_small_files(at_once=True)  # shows that the store can be written; and other nodes read them
         self._thread.start()
         threading.Thread(target=self._keep_small_files, daemon=True).start()
@@ -100,7 +98,8 @@ class RunUploader:
 
     def _advance(self) -> bool:
         """Completes or copies the newest checkpoint that is not yet in the store; returns whether there was one."""
-        for name in self.store.undo(in_store=self.is_main):  # it may come again, with another content
+        undone = self.store.undo(in_store=self.is_main, stored=self._stored)
+        for name in undone:  # it may come again, with another content
             self._stored -= {name}
             self._copied -= {name}
             self._pending.pop(name, None)
@@ -119,6 +118,7 @@ class RunUploader:
             manifest = files.pop(MANIFEST_FILE).read() if MANIFEST_FILE in files else b""
             if self.is_main:
                 parse_manifest(manifest)
+                self._replace_damaged(path.name)
 
             def copy(file: str) -> None:
                 self.store.remote.put(files[file], f"checkpoints/{path.name}/{file}")
@@ -134,7 +134,7 @@ class RunUploader:
         local = {path.name for path in self._local()}
         is_old = name not in local and any(save_order(other) > save_order(name) for other in self._stored)
         if not is_old:
-            if self.store.missing_files(name, parse_manifest(self._pending[name])["files"]):
+            if self.store.first_missing(name, parse_manifest(self._pending[name])["files"]):
                 return False
             self.copy_small_files(at_once=True)  # so that the metrics of the steps up to this one are there too
             if not self.store.is_writer() or self.store.undone_mark(name).exists():
@@ -143,11 +143,27 @@ class RunUploader:
             self._stored.add(name)
             self.store.saved = max(self._stored, key=save_order)
             self.store.write_writer()
-            if old := {*sorted(self._stored, key=save_order, reverse=True)[self.keep :]} - local:
-                self.store.remove(old)
-                self._stored -= old
+            self._remove_old(local)
         del self._pending[name]
         return True
+
+    def _replace_damaged(self, name: str) -> None:
+        """Takes the manifest of a damaged checkpoint away before the run, which is there again, saves another one."""
+        if name in self.store.damaged and self.store.is_writer():
+            self.store.remote.delete([f"checkpoints/{name}/{MANIFEST_FILE}"])
+            self.store.damaged.discard(name)
+
+    def _remove_old(self, local: set[str]) -> None:
+        """Removes what is older than the checkpoints to keep, also what remains of copies that were cut short. Age is
+        the only reason: what looks incomplete, or cannot be read, may be whole (`RunStore.complete`)."""
+        kept = sorted(self._stored, key=save_order, reverse=True)[: self.keep]
+        if len(kept) < self.keep:
+            return
+        oldest = save_order(kept[-1])
+        listed = self.store.checkpoint_files()
+        old = {name for name in listed if save_order(name) < oldest} - local - self._pending.keys()
+        self.store.remove(old)
+        self._stored -= old
 
     def _keep_small_files(self) -> None:
         """Copies them also while a large checkpoint is on its way."""
@@ -177,7 +193,7 @@ def agent_folder(use: str, uploading: ExitStack) -> Callable[[str], Path]:
     def prepare(url: str) -> Path:
         store = stores.get(url) or RunStore(local_folder(url, use))
         store.download(names=AGENT_FILES)
-        download_data(load_job(store.folder / "job.toml").data)
+        refresh_copies(load_job(store.folder / "job.toml"))
         if url not in stores:
             for name in ("checkpoints", "heartbeats", "errors"):  # of an earlier agent, maybe of another run
                 shutil.rmtree(store.folder / name, ignore_errors=True)
