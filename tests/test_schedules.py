@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _Action, _ComputationType
 
 from shardwise.cluster import GIB, find_cluster
 from shardwise.comm.world import run_world
@@ -68,6 +68,7 @@ class Recorder:
         self.seen.append((self.stage_index, "B", number))
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("schedule", SINGLE)
 @pytest.mark.parametrize(("ranks", "count"), [(1, 3), (2, 2), (2, 5), (4, 4), (4, 9)])
 def test_order_is_executed_single(schedule: str, ranks: int, count: int) -> None:
@@ -81,6 +82,7 @@ def test_order_is_executed_single(schedule: str, ranks: int, count: int) -> None
         assert stage.seen == [tuple(action)[:3] for action in order[rank]]
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("schedule", MULTI)
 @pytest.mark.parametrize(("ranks", "count"), [(2, 4), (4, 8), (4, 12)])
 def test_order_is_executed_multi(schedule: str, ranks: int, count: int) -> None:
@@ -90,6 +92,24 @@ def test_order_is_executed_multi(schedule: str, ranks: int, count: int) -> None:
     order = schedule_actions(schedule, ranks, 2, count)
     for rank, actions in running.pipeline_order_with_comms.items():
         assert [action for action in actions if action.is_compute_op] == order[rank]
+
+
+@pytest.mark.parametrize("schedule", SINGLE)
+def test_what_computes_nothing_is_no_part_of_an_order(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's orders hold more kinds of actions with every version; 2.15 ends GPipe's and 1F1B's with one."""
+    torch_schedule: Any = SCHEDULE_CLASSES[schedule]
+    order = schedule_actions(schedule, 2, 1, 4)
+
+    class Gathering(torch_schedule):  # type: ignore[misc]
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            for rank, actions in self.pipeline_order.items():
+                unshard = _Action(rank, _ComputationType.UNSHARD, None)
+                self.pipeline_order[rank] = [unshard, *actions, unshard]
+
+    monkeypatch.setitem(SCHEDULE_CLASSES, schedule, Gathering)
+    assert schedule_actions(schedule, 2, 1, 4) == order
+    assert build_program(order).ranks == 2
 
 
 # Simulated time

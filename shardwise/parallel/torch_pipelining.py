@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _Action
+from torch.distributed.pipelining.stage import _RecvInfo
 
 from shardwise.comm.collectives import StepTimer
 from shardwise.data.sample_stream import Samples
-from shardwise.errors import LayoutError
+from shardwise.errors import LayoutError, ShardwiseError
 from shardwise.layout import AUTO_SCHEDULES, Layout
 from shardwise.parallel.fsdp import finish_backward
 from shardwise.parallel.mesh import Mesh
@@ -35,6 +36,13 @@ SCHEDULE_CLASSES = {"gpipe": schedules.ScheduleGPipe, "1f1b": schedules.Schedule
                     "zero-bubble": schedules.ScheduleInterleavedZeroBubble, "zbv": schedules.ScheduleZBVZeroBubble,
                     "dualpipev": schedules.ScheduleDualPipeV}  # fmt: skip
 PipelineOrder = Mapping[int, Sequence[Any]]  # the actions of each pipeline rank, with the fields of PyTorch's `_Action`
+
+# What a stage computes: forward, whole backward, its halves for the input and the weights, and two chunks at once. The
+# orders hold other actions besides, of which each PyTorch has more (2.15 waits for reduced gradients).
+_COMPUTING_ACTIONS = ("F", "B", "I", "W", "OVERLAP_F_B")
+
+# From PyTorch 2.15 on. Before, a stage has a buffer for every micro-batch of a step from the start.
+ALLOCATES_RECEIVE_BUFFERS_ON_DEMAND = hasattr(_RecvInfo, "allocate_buffer")
 
 
 def schedule_actions(schedule: str, ranks: int, virtual: int, micro_batches: int) -> dict[int, list[_Action]]:
@@ -48,8 +56,10 @@ def schedule_actions(schedule: str, ranks: int, virtual: int, micro_batches: int
         # Without sends and receives, which take PyTorch far longer to insert than the actions themselves.
         without_comms = type("Bare", (schedule_class,), {"_prepare_schedule_with_comms": lambda self, actions: None})
         order = without_comms([stage] * virtual, micro_batches).pipeline_order
-    actions_by_rank = {rank: [action for action in actions if action and action[1] != schedules.REDUCE_GRAD]
-                       for rank, actions in order.items()}  # fmt: skip
+    actions_by_rank = {
+        rank: [action for action in actions if action and action[1].value in _COMPUTING_ACTIONS]
+        for rank, actions in order.items()
+    }
     if schedule == "1f1b":
         # PyTorch's list numbers the last rank's forwards from 1; what it executes is numbered from 0.
         numbers = iter(range(micro_batches))
@@ -79,14 +89,25 @@ def _timed_waits(timer: StepTimer) -> Iterator[None]:
 class StageModule(nn.Module):
     """A module as the pipeline sees it: without FSDP, and with contiguous outputs and input gradients."""
 
-    def __init__(self, module: nn.Module, reshard_after_use: bool):
+    def __init__(self, module: nn.Module, reshard_after_use: bool, sent_shape: torch.Size | None):
+        """`sent_shape`: of what the next stage receives; None for the last stage, which sends nothing."""
         super().__init__()
         self.module, self.reshard_after_use = module, reshard_after_use
+        self.sent_shape = sent_shape
 
     def forward(self, x: Tensor, **batch: Tensor) -> Tensor:
         if x.requires_grad:
             x.register_hook(Tensor.contiguous)
-        return self.module(x, **batch).contiguous()
+        output = self.module(x, **batch).contiguous()
+
+        # Gloo would abort the process that receives it.
+        if self.sent_shape is not None and output.shape != self.sent_shape:
+            raise LayoutError(
+                f"a pipeline stage has an output of shape {tuple(output.shape)} for this batch, but stages exchange "
+                f"tensors of one shape, {tuple(self.sent_shape)}; pad all batches to the same length in `collate`, "
+                "or use shard instead of pipeline."
+            )
+        return output
 
 
 class PatchedPipelineStage(PipelineStage):
@@ -97,11 +118,13 @@ class PatchedPipelineStage(PipelineStage):
         self.timer = timer
 
     def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-        """Skips messages to itself, which gloo lacks: in a V-shaped placement neighbouring stages share a rank."""
+        """Skips messages to itself, which gloo lacks: in a V-shaped placement neighbouring stages share a rank. Called
+        by PyTorch up to 2.13; from 2.14 on, it leaves them out itself."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank]
 
     def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
-        """Votes for static shapes (PyTorch 2.13): each stage knows its own, and a fake tensor has no value to read."""
+        """Votes for static shapes: each stage knows its own, and a fake tensor has no value to read. Called by PyTorch
+        2.13 and 2.14."""
         super()._warmup_backward_result(received_result)
         return torch.tensor([1], dtype=torch.int32, device=self.device)
 
@@ -160,6 +183,7 @@ class Pipeline:
             raise LayoutError(f"schedule={layout.schedule} needs an `order`; pass a synthesized one to parallelize.")
         indices = layout.stages_of(mesh["pipeline"].index)
         last = layout.stage_count - 1
+        sent_shape = torch.Size(hidden_shape)
         self.has_first_stage, self.has_last_stage = 0 in indices, last in indices
         self._scale = torch.ones(())
         self.micro_batch = first_input.shape[0]
@@ -167,7 +191,9 @@ class Pipeline:
         loss = torch.empty((), dtype=torch.promote_types(dtype, torch.float32), device="meta", requires_grad=True)
         self.stages = [
             PatchedPipelineStage(
-                StageModule(module, reshard_after_use=layout.zero == 3), index, layout.stage_count, mesh.device,
+                StageModule(
+                    module, reshard_after_use=layout.zero == 3, sent_shape=None if index == last else sent_shape
+                ), index, layout.stage_count, mesh.device,
                 group=mesh["pipeline"].group, timer=mesh.timer, input_args=self.hidden_states if index else first_input,
                 output_args=loss if index == last else self.hidden_states,
             )
@@ -198,7 +224,12 @@ class Pipeline:
         batch = samples.forward_kwargs | ({"targets": samples.targets} if self.has_last_stage else {})
         target = samples.targets if self.has_last_stage else None
         with _timed_waits(self.timer):
-            self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **batch)
+            try:
+                self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False, **batch)
+            except RuntimeError as error:
+                if isinstance(error.__cause__, ShardwiseError):  # PyTorch wraps what a stage raises
+                    raise error.__cause__ from None
+                raise
         return torch.stack([loss.detach() for loss in losses]).sum() if self.has_last_stage else torch.zeros_like(scale)
 
     def evaluate(self, samples: Samples) -> Tensor:

@@ -15,6 +15,7 @@ from shardwise.models.loss import loss_chunk_size
 from shardwise.parallel.data_parallel import BUCKET_BYTES
 from shardwise.parallel.prepare import cut_stages, meta_model
 from shardwise.parallel.tensor import splits_evenly
+from shardwise.parallel.torch_pipelining import ALLOCATES_RECEIVE_BUFFERS_ON_DEMAND
 from shardwise.planner.costs import cached_by
 from shardwise.planner.costs.memory_model import FrameworkProfile, RankMemory, StageLayers
 from shardwise.schedules.simulate import PeakCounts
@@ -112,11 +113,8 @@ class EngineModel:
         if fsdp:
             weights = w * sharded_numel + (0 if peaks.is_zero3 else s * numel)
         state = framework_profile.optimizer_bytes * sharded_numel
-        # A receive buffer per micro-batch and neighbouring stage on another rank; int64 tokens and targets.
-        ids, last = layout.stages_of(rank), layout.stage_count - 1
-        local = 2 * (ids[-1] - ids[0] == 1)  # at the turn of a V-shaped placement
-        remote_neighbors = 2 * len(ids) - (ids[0] == 0) - (ids[-1] == last) - local
-        buffers = remote_neighbors * k.hidden_bytes * micro_batches + 16 * k.tokens * micro_batches
+        buffers = k.hidden_bytes * _receive_buffers(layout, rank, micro_batches, in_flight_peaks)
+        buffers += 16 * k.tokens * micro_batches  # int64 tokens and targets
         buffers += framework_profile.buffer_bytes
         peak = max(peaks.candidate_bytes(in_flight_peaks))
         largest_bucket = max(k.largest_param, min(numel, BUCKET_BYTES / w))
@@ -148,6 +146,24 @@ class EngineModel:
     def keeps_compute_copy(self, layout: Layout) -> bool:
         """Returns whether a compute copy of the weights is kept, and updated once per step."""
         return self.is_mixed_precision and layout.world == 1
+
+
+def _receive_buffers(layout: Layout, rank: int, micro_batches: int, in_flight_peaks: PeakCounts) -> int:
+    """Returns how many hidden states a pipeline rank holds at once that it received from other ranks."""
+    stages = layout.stages_of(rank)
+    last = layout.stage_count - 1
+    receives_inputs = [stage > 0 and stage - 1 not in stages for stage in stages]
+    receives_gradients = [stage < last and stage + 1 not in stages for stage in stages]
+    all_at_once = micro_batches * (sum(receives_inputs) + sum(receives_gradients))
+    if not ALLOCATES_RECEIVE_BUFFERS_ON_DEMAND:
+        return all_at_once
+
+    # An input is kept until its backward, both halves of it, is done; a gradient is used at once.
+    inputs = 0
+    for in_flight, pending_weight in in_flight_peaks:
+        counts = zip(receives_inputs, in_flight, pending_weight, strict=True)
+        inputs = max(inputs, sum(live + pending for is_received, live, pending in counts if is_received))
+    return min(all_at_once, inputs + sum(receives_gradients))
 
 
 class BlockSizes(NamedTuple):

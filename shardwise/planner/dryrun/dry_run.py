@@ -29,7 +29,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.cluster import CLUSTERS
 from shardwise.console import align_columns, fill_in, fit_columns, format_ranks, pluralize
@@ -39,6 +38,7 @@ from shardwise.errors import JobError, LayoutError, RunError
 from shardwise.job import BatchConfig, Job, load_job
 from shardwise.layout import AUTO_SCHEDULES, V_SHAPED, Layout, solve_batch
 from shardwise.models import loss
+from shardwise.models.fake_tensors import fake_tensor_mode
 from shardwise.parallel import activation_offload
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.parallelize import parallelize
@@ -220,7 +220,7 @@ def _add_scaled(total: Counter[Any], part: Counter[Any], times: int, divisor: in
 
 def _record_step(job: Job, layout: Layout, micro_batches: int, fake: bool) -> StepRecording:
     tracker = MemoryCommTracker()
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext()
+    fake_mode = fake_tensor_mode() if fake else nullcontext()
     order = auto_schedule_order(job, layout, CLUSTERS["h100"])
     example = job_stream(job, synthetic_source(job, 1)).read(np.arange(1))
     engine = parallelize(prepare(job, layout), torch.device("cpu"), _recorded(tracker, fake_mode), order)
