@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from nccl_ranks import train_over_nccl
 
 from shardwise.comm import collectives
 from shardwise.comm.collectives import Axis, all_gather_json
@@ -64,6 +65,19 @@ LAYOUTS = [
     ("context=2 tensor=2", []),
     ("context=2 pipeline=2 context_method=ulysses", []),
 ]
+NCCL_LAYOUTS = [
+    ("replicate=2", []),
+    ("shard=2 zero=3", []),
+    ("context=2 micro_batch=2", []),
+    ("tensor=2", []),
+    ("pipeline=2 shard=2 schedule=interleaved virtual=2", []),
+    ("pipeline=2 tensor=2 schedule=zero-bubble", []),
+    ("replicate=2 shard=2 zero=2", []),
+    ("shard=4 expert=4", EXPERTS),
+    ("pipeline=4 schedule=1f1b", []),
+    ("pipeline=2 shard=2 tensor=2", []),
+    ("shard=8 zero=3", []),
+]
 CLICKS = """
 steps = 4
 precision = "float64"
@@ -107,6 +121,48 @@ def test_processes_that_share_a_gpu_compute_what_one_cpu_does(layout, settings, 
     assert len(found) == len(expected) == 4
     for one, other in zip(found, expected, strict=True):
         assert one == pytest.approx(other, rel=1e-10)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("number", range(len(NCCL_LAYOUTS)), ids=[layout for layout, _ in NCCL_LAYOUTS])
+def test_a_run_of_several_nccl_ranks_ends_once(number, tmp_path):
+    """A rank leaves only when what it queued has arrived; otherwise its peers would wait for it and start again."""
+    layout, settings = NCCL_LAYOUTS[number]
+    expected = losses(tmp_path, "cpu", "replicate=1", settings)
+
+    asked = [f"layout={layout}", *settings]
+    run = train_over_nccl(tmp_path / "job.toml", Layout.parse(layout).world, 29600 + 10 * number, asked)
+    print(f"{layout}: {run.seconds_after_last_step:.2f} s from the last step to the end")  # shown by -rP
+
+    assert set(run.exit_codes) == {0}, run.output
+    kinds = [event["event"] for event in run.events]
+    assert kinds.count("finished") == 1 and "resumed" not in kinds, kinds
+    assert not any("restart" in event for event in run.events), run.events
+    found = [(record["loss"], record["grad_norm"]) for record in run.records if "loss" in record]
+    assert len(found) == len(expected) == 4
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=1e-10)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("lora", [False, True])
+def test_what_a_bf16_run_exports_is_checked(lora, tmp_path):
+    adapters = "\nlora = { rank = 4, alpha = 8 }" if lora else ""
+    (tmp_path / "job.toml").write_text(
+        f'steps = 2\nprecision = "bf16"\n[model]\nname = "hf:qwen3"\nsequence = 32{adapters}\n'
+        "[model.args]\nhidden_size = 64\nintermediate_size = 96\nnum_hidden_layers = 2\nnum_attention_heads = 4\n"
+        "num_key_value_heads = 2\nhead_dim = 16\nvocab_size = 256\n"
+        '[batch]\nsamples = 4\n[run]\nfolder = "run"\ndevice = "cuda"\n'
+    )
+    outputs = []
+    for words in (["train", "job.toml"], ["merge" if lora else "export", "run", "out", "--check"]):
+        command = [sys.executable, "-m", "shardwise", *words]
+        done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, timeout=300)
+        assert done.returncode == 0, done.stdout + done.stderr
+        outputs.append(done.stdout)
+    assert "its logits differ from the run's by" in outputs[-1]
 
 
 @pytest.mark.timeout(600)
@@ -164,6 +220,7 @@ def test_a_sequence_cut_over_ranks_goes_through_the_gpus_kernels(way, tmp_path):
         assert one == pytest.approx(other, rel=2e-2)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="computes on CPU processes, forked from one that uses CUDA")
 @pytest.mark.parametrize(
     "layout",

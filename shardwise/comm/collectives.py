@@ -364,6 +364,19 @@ def broadcast_json(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     return _decode(encoded)
 
 
+def leave_world() -> None:
+    """Leaves the process group once everything that any rank has queued has arrived; every rank must call it.
+
+    NCCL only queues a collective: a rank that exits before its part has been sent leaves its peers waiting for it, so
+    each first waits for its own device. Gloo blocks in each call, but a peer may still be opening connections."""
+    if not dist.is_initialized():
+        return
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    dist.barrier()
+    dist.destroy_process_group()  # NCCL sends what its threads still hold before it closes a connection
+
+
 def forbid_pickles() -> None:
     """Makes PyTorch's object collectives fail in this process instead of unpickling what other ranks send."""
 

@@ -1,8 +1,9 @@
 """A process-group backend for several processes on one GPU: copies tensors to host memory and uses gloo.
 
-NCCL needs one GPU per process, and gloo on CUDA tensors supports no send and receive and crashes in some collectives
-(PyTorch 2.11). Every collective is synchronous; this is for trying out layouts, not for speed. What NCCL would refuse
-is refused here too. A backend in Python needs c10d internals, which here only this and `collectives.py` touch."""
+NCCL refuses two ranks of one host on one GPU, and gloo on CUDA tensors supports no send and receive and crashes in some
+collectives (PyTorch 2.11). Every collective is synchronous; this is for trying out layouts, not for speed. What NCCL
+would refuse is refused here too. A backend in Python needs c10d internals, which here only this and `collectives.py`
+touch."""
 
 from datetime import timedelta
 from typing import Any
@@ -84,6 +85,15 @@ class HostStagedBackend(ProcessGroup):  # type: ignore[misc]
 
     def getBackendName(self) -> str:
         return BACKEND
+
+    def _get_backend(self, device: torch.device) -> "HostStagedBackend":
+        """Returns itself. A group in Python has no other backend, and batches of sends and receives ask it for one."""
+        return self
+
+    @property
+    def supports_coalescing(self) -> bool:
+        """False: every send and receive of a batch is an operation of its own, as with gloo."""
+        return False
 
     @property
     def group_name(self) -> Any:

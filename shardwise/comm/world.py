@@ -24,8 +24,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm import host_staged
-from shardwise.comm.collectives import forbid_pickles
-from shardwise.errors import RunError, ShardwiseError
+from shardwise.comm.collectives import forbid_pickles, leave_world
+from shardwise.errors import RunError, ShardwiseError, WorkerError
 
 
 def interface_environment(host: str) -> dict[str, str]:
@@ -76,15 +76,30 @@ def _worker_main(function: Callable[..., Any], args: tuple[Any, ...], rank: int,
             host_staged.register_backend()
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         result = function(*args)
-        if world_size > 1:
-            dist.barrier()  # a rank that exits early breaks connections that others are still opening
+        leave_world()
         message = (True, time.time_ns(), result)
     except BaseException as error:  # noqa: BLE001 - every failure is reported to the parent
-        is_shardwise_error = isinstance(error, ShardwiseError)
-        message = (False, time.time_ns(), error if is_shardwise_error else f"rank {rank}: {traceback.format_exc()}")
+        message = (False, time.time_ns(), _reported_error(error, rank))
     (folder / f"result{rank}").write_bytes(pickle.dumps(message))
     sys.stdout.flush()
-    os._exit(0)  # without destroying process groups: a peer may have died, and waiting for it would hang
+    os._exit(0)  # a failed rank leaves without its peers: one may have died, and waiting for it would hang
+
+
+def _reported_error(error: BaseException, rank: int) -> ShardwiseError:
+    """Returns an error that the parent can raise: what was raised on purpose, or the traceback of anything else."""
+    if isinstance(error, ShardwiseError):
+        return error
+
+    # PyTorch's pipeline, for one, raises "[Stage 0] failed to run forward:" from what really happened.
+    first = error
+    while first.__cause__ is not None:
+        first = first.__cause__
+
+    # The first line says what went wrong. Advice may follow: PyTorch's ends with "workaround examples".
+    lines = str(first).strip().splitlines()
+    kind = type(first).__name__
+    cause = f"rank {rank}: {kind}: {lines[0].strip()}" if lines else f"rank {rank}: {kind}"
+    return WorkerError(f"rank {rank}: {traceback.format_exc()}", cause)
 
 
 def _collect_results(workers: list[Any], timeout: float, folder: Path) -> list[Any]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+from shardwise.comm.collectives import leave_world
 from shardwise.comm.world import run_world
 from shardwise.console import Answer
 from shardwise.data.input_files import DataRecord
@@ -223,8 +224,12 @@ def evaluate(path: Path, data: Sequence[str], tasks: Sequence[Path], layout: str
         results = {name: file_perplexity(model, name, model.job.data.text_field) for name in data}
         return results | {task.task: run_task(model, task, folder) for folder, task in found}
 
-    if world == 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if world == 1:
         return run()
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        results = run()
+        leave_world()
+        return results
     return run_world(run, world, timeout=10.0**6)[0]  # type: ignore[no-any-return]
 
 

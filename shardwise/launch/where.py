@@ -18,7 +18,7 @@ import torch
 from torch.utils.benchmark import Timer
 
 from shardwise.cluster import GIB
-from shardwise.comm.collectives import all_gather_json, ping_pong
+from shardwise.comm.collectives import all_gather_json, leave_world, ping_pong
 from shardwise.console import fill_in
 from shardwise.job import Job
 from shardwise.launch.cluster_environment import ClusterEnvironment
@@ -72,7 +72,9 @@ def measure_world(environment: ClusterEnvironment, folder: Path) -> list[Measure
     mine |= {"matmul": _matmul_rate(device), "disk": _disk_rate(folder)}
     all_gather_json(None)  # so that all read their clocks at once
     mine["clock"] = time.time()
-    return all_gather_json(mine | {"links": _link_rates(device, environment.rank, world_size)})
+    measured = all_gather_json(mine | {"links": _link_rates(device, environment.rank, world_size)})
+    leave_world()
+    return measured
 
 
 def _matmul_rate(device: torch.device) -> float:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm import host_staged
-from shardwise.comm.collectives import forbid_pickles
+from shardwise.comm.collectives import forbid_pickles, leave_world
 from shardwise.errors import ShardwiseError
 from shardwise.job import Job
 from shardwise.layout import Layout
@@ -74,6 +74,8 @@ def run_worker(
         prepared = prepared or prepare(folder.job(), layout)
         device = init_distributed(layout.world, prepared.job, store)
         loop(prepared, folder, device, resume, stop, heartbeat.set_phase, engine, snapshots).run()
+        heartbeat.set_phase("leaving", heartbeat.step)
+        leave_world()
     except BaseException as error:  # noqa: BLE001 - includes KeyboardInterrupt and DCP's BaseExceptions
         is_expected = isinstance(error, ShardwiseError)
         if not is_expected:
