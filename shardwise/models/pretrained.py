@@ -111,11 +111,8 @@ class StackedExperts:
         return torch.stack([torch.cat([part[:, columns] for part in one])[rows] for one in self.experts[experts]])
 
 
-def open_folder(folder: Path, prefix: str) -> dict[str, Entry]:
-    """Returns the entries of a folder's safetensors files. `prefix` joins their names if none has it: models without a
-    head were saved so."""
-    from safetensors import SafetensorError, safe_open
-
+def weight_file_names(folder: Path) -> list[str]:
+    """Returns the names of the files that a folder's weights are read from."""
     names = sorted(file.name for file in folder.glob("*.safetensors"))
     if WHOLE_FILE in names:
         names = [WHOLE_FILE]  # as transformers does; a folder may have the weights in another form beside it
@@ -127,6 +124,15 @@ def open_folder(folder: Path, prefix: str) -> dict[str, Entry]:
             raise JobError(f"{folder / INDEX_FILE} cannot be read: {error}.") from None
     if not names:
         raise JobError(f"{folder} has no *.safetensors files; save the model again with save_pretrained.")
+    return names
+
+
+def open_folder(folder: Path, prefix: str) -> dict[str, Entry]:
+    """Returns the entries of a folder's safetensors files. `prefix` joins their names if none has it: models without a
+    head were saved so."""
+    from safetensors import SafetensorError, safe_open
+
+    names = weight_file_names(folder)
     entries: dict[str, Entry] = {}
     for name in names:
         try:

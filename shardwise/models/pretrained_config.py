@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import JobError, shorten
-from shardwise.files import parse_json, parse_toml
+from shardwise.files import parse_json, parse_toml, user_path
 from shardwise.models.adapter_files import FILE_NAMES
 from shardwise.models.config import PRESETS, ModelConfig, read_tables, split_step
+from shardwise.run_job import check_job_file
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,7 @@ def starting_values(values: Mapping[str, Any]) -> dict[str, Any]:
         return dict(values)
     folder, _ = split_step(weights)
     if (folder / "job.toml").is_file():
+        check_job_file(folder)
         try:
             found = dict(parse_toml((folder / "job.toml").read_text(encoding="utf-8")).get("model", {}))
         except (OSError, ValueError, TypeError) as error:
@@ -150,7 +152,7 @@ def tokenizer_size(name: str) -> int:
     if name.startswith("bpe:"):
         return int(name[4:]) if name[4:].isdecimal() and len(name) < 12 else 0
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):  # reading the data says what is wrong
-        path = Path(name).expanduser()
+        path = user_path(name)
         found = parse_json((path / "tokenizer.json" if path.is_dir() else path).read_bytes())
         pieces, added = found["model"]["vocab"], found.get("added_tokens") or ()
         ids = pieces.values() if isinstance(pieces, dict) else range(len(pieces))
@@ -161,7 +163,7 @@ def tokenizer_size(name: str) -> int:
 def mask_token(name: str) -> int:
     """Returns the id of a tokenizer's mask token; -1 if it has none."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration):
-        path = Path(name).expanduser()
+        path = user_path(name)
         added = parse_json((path / "tokenizer.json" if path.is_dir() else path).read_bytes())["added_tokens"]
         return int(next(token["id"] for token in added if token["content"] in ("[MASK]", "<mask>")))
     return -1

@@ -3,6 +3,7 @@
 Weights and buffers are read; optimizer, data and learning rate schedule are new. If the vocabulary or a table of
 positions has more rows than before, the new rows keep their random values."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from shardwise.errors import CheckpointError
+from shardwise.files import user_path
 from shardwise.job import Job
 from shardwise.models.chain import InitialValues
 from shardwise.models.config import split_step
@@ -22,7 +24,7 @@ from shardwise.train.dcp_storage import CheckpointPiece, Index, Pieces, read_ind
 from shardwise.train.run_folder import RunFolder
 
 
-def _parse(job: Job) -> tuple[Path, int | None] | None:
+def parse_start(job: Job) -> tuple[Path, int | None] | None:
     """Returns the run that the job starts from and the step, if it names one."""
     if job.model.weights in ("", "random") or job.model.weights_folder is not None:
         return None
@@ -35,8 +37,10 @@ def _parse(job: Job) -> tuple[Path, int | None] | None:
 
 
 def name_step(job: Job, previous: Job | None = None) -> Job:
-    """Returns the job with the step that it starts from; a run that goes on takes the step of its `previous` job."""
-    if (start := _parse(job)) is None:
+    """Returns the job with the step that it starts from; a run that goes on takes the step of its `previous` job.
+    What it starts from has an absolute path, so that it is found from any working folder."""
+    job = _with_absolute_paths(job, previous)
+    if (start := parse_start(job)) is None:
         return job
     run, step = str(start[0].resolve()), start[1]
     if previous is not None and previous.model.weights.rpartition("@")[0] == run and step is None:
@@ -46,6 +50,40 @@ def name_step(job: Job, previous: Job | None = None) -> Job:
             raise CheckpointError(f"model.weights: {run} has no checkpoint to start from.")
         step = saved[0][0]
     return job.model_copy(update={"model": job.model.model_copy(update={"weights": f"{run}@{step}"})})
+
+
+def _with_absolute_paths(job: Job, previous: Job | None) -> Job:
+    """Returns the job with absolute paths of the folders that its model starts from. Where the `previous` job of a run
+    names the same place, its spelling stays: the checkpoints of the run have recorded it."""
+    before = None if previous is None else previous.model
+    model = job.model
+    changes: dict[str, object] = {}
+
+    if model.name.startswith("hf:") and Path(model.name[3:]).is_dir():
+        old_name = "" if before is None else before.name
+        changes["name"] = "hf:" + _absolute(model.name[3:], old_name.removeprefix("hf:"))
+
+    if model.weights_folder is not None and model.weights:
+        changes["weights"] = _absolute(model.weights, "" if before is None else before.weights)
+
+    if model.lora is not None and model.lora.adapter:
+        old_lora = None if before is None else before.lora
+        adapter = _absolute(model.lora.adapter, "" if old_lora is None else old_lora.adapter)
+        changes["lora"] = model.lora.model_copy(update={"adapter": adapter})
+
+    job = job.model_copy(update={"model": model.model_copy(update=changes)})
+    tokenizer = job.data.tokenizer
+    if tokenizer != "bytes" and os.path.exists(user_path(tokenizer)):  # also where it is too long for any file
+        path = _absolute(tokenizer, "" if previous is None else previous.data.tokenizer)
+        job = job.model_copy(update={"data": job.data.model_copy(update={"tokenizer": path})})
+    return job
+
+
+def _absolute(path: str, spelling: str) -> str:
+    """Returns an absolute path, in which links stay; or the `spelling`, if that is the same place."""
+    whole = os.path.abspath(user_path(path))
+    is_same = spelling and os.path.abspath(user_path(spelling)) == whole
+    return spelling if is_same else whole
 
 
 class RunWeights(InitialValues):
@@ -71,12 +109,21 @@ class StoredWeight:
 
 def run_weights(job: Job) -> RunWeights | None:
     """Returns the weights of the run that a job starts from, if it starts from a run."""
-    if (start := _parse(job)) is None:
+    checkpoint = start_checkpoint(job)
+    return None if checkpoint is None else RunWeights(checkpoint)
+
+
+def start_checkpoint(job: Job) -> Path | None:
+    """Returns the checkpoint that a job starts from, if it starts from a run. Its files have the right sizes; what is
+    in them, `shardwise.train.base_weights` compares."""
+    start = parse_start(job)
+    if start is None:
         return None
-    paths = dict(reversed(valid_checkpoints(RunFolder.open(start[0]).checkpoints)))
-    if start[1] not in paths:
-        raise CheckpointError(f"model.weights: {start[0]} has no intact checkpoint of step {start[1]}.")
-    return RunWeights(paths[start[1]])
+    run, step = start
+    paths = dict(reversed(valid_checkpoints(RunFolder.open(run).checkpoints)))
+    if step not in paths:
+        raise CheckpointError(f"model.weights: {run} has no intact checkpoint of step {step}.")
+    return paths[step]
 
 
 def check_start(prepared: Prepared) -> str:
@@ -85,7 +132,7 @@ def check_start(prepared: Prepared) -> str:
     if job.model.weights_folder is not None:
         prepared.model.initial.check(prepared.model)  # type: ignore[union-attr]
         return f"starts from the weights of {job.model.weights_folder}"
-    if (start := _parse(job)) is None:
+    if (start := parse_start(job)) is None:
         return ""
     choice = find_newest_valid(RunFolder.open(start[0]).checkpoints, CheckpointGroup(), start[1])
     assert choice.path is not None, "name_step found it"
@@ -117,7 +164,7 @@ def _grown_rows(job: Job, path: Path, index: Index, shapes: dict[str, torch.Size
 
 def load_start(job: Job, engine: Engine, optimizer: Optimizer, group: CheckpointGroup) -> None:
     """Loads the weights that the job starts from into this rank's shards, if it starts from a run."""
-    if start := _parse(job):
+    if start := parse_start(job):
         choice = find_newest_valid(RunFolder.open(start[0]).checkpoints, group, start[1])
         assert choice.path is not None, "the launcher found it"
         load_into(choice.path, engine, optimizer, group)
