@@ -40,8 +40,25 @@ class RunError(ShardwiseError):
     """Something failed during a run: exit code 1."""
 
 
+class WorkerError(RunError):
+    """A process raised what nobody foresaw; its traceback is the message, and `cause` one sentence."""
+
+    def __init__(self, message: str, cause: str):
+        super().__init__(message, cause)
+        self.cause = cause
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class StoppedError(RunError):
     """A run was asked to stop and could not save."""
+
+
+class RepeatedFailure(RunError):
+    """A run that failed for the same cause at the same step each time: exit code 2."""
+
+    exit_code = 2  # a person is needed; after 1, schedulers may start it once more
 
 
 def suggest(word: str, known: Iterable[str]) -> str:

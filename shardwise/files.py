@@ -65,6 +65,12 @@ def _check_plain(value: Any, depth: int = 0) -> None:
         raise ValueError("it has an integer of more than 64 bits")
 
 
+def user_path(name: str | Path) -> Path:
+    """Returns a path in which `~` is the user's home. The home of a user that nobody is stays as it is written, so that
+    whoever looks there finds no such file, and says so."""
+    return Path(os.path.expanduser(name))
+
+
 def require_parent_folder(path: Path | None) -> None:
     """Raises JobError if a file cannot be created because its folder is missing, before any work is done."""
     if path is not None and path.is_dir():
@@ -122,10 +128,15 @@ def file_lock(folder: Path) -> Iterator[None]:
         yield
 
 
+def _temporary_path(path: Path) -> Path:
+    """Returns the name under which a file is written before it gets its own (`TEMPORARY_NAME`)."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+
+
 @contextmanager
 def atomic_write(path: Path) -> Iterator[IO[bytes]]:
     """Opens a temporary file that replaces `path` if the block succeeds; of several writers, the last one wins."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    temporary = _temporary_path(path)
     try:
         with temporary.open("wb", buffering=1 << 20) as file:
             yield file
@@ -135,8 +146,47 @@ def atomic_write(path: Path) -> Iterator[IO[bytes]]:
 
 
 def write_text(path: Path, text: str) -> None:
+    """Writes a file whole or not at all: a reader, or a start after a kill, finds the old text or the new one."""
+    content = _encode(path, text)
     with atomic_write(path) as file:
-        file.write(text.encode())
+        file.write(content)
+
+
+def create_text(path: Path, text: str) -> None:
+    """Writes a file that does not exist, whole or not at all; of several processes at once, one succeeds.
+
+    Raises FileExistsError if the file exists. The name is a second link to the finished file, since a rename would
+    replace what another process has written meanwhile."""
+    content = _encode(path, text)
+    temporary = _temporary_path(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+        _fsync(temporary)
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            raise
+        except OSError as error:  # a file system without hard links
+            if path.exists():
+                raise FileExistsError(error.errno, "the file exists", str(path)) from None
+            os.replace(temporary, path)
+        _fsync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _encode(path: Path, text: str) -> bytes:
+    """Returns a text as UTF-8, before any file is touched: it may have the name of a file in another encoding."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        begin = max(0, error.start - 20)
+        part = text[begin : error.end + 20]
+        raise JobError(
+            f"{path} cannot be written: {shorten(part)} in it is not valid UTF-8; rename the file or folder of that "
+            "name, or make a link to it with another name."
+        ) from None
 
 
 def fsync_and_rename(temporary: Path, final: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -15,16 +16,19 @@ import psutil
 import pytest
 import torch
 
-from shardwise.chaos.faulty_worker import Fault, inject_faults, trigger_times
+from shardwise.chaos import faulty_worker
+from shardwise.chaos.faulty_worker import Fault, FaultInjector, inject_faults, trigger_times
 from shardwise.chaos.run import run_chaos
-from shardwise.errors import RunError
+from shardwise.errors import RepeatedFailure, RunError, StoppedError
 from shardwise.integrity.detectors import LossSpikeDetector
 from shardwise.job import Job, make_job
 from shardwise.launch.start import launch
 from shardwise.layout import Layout
 from shardwise.train.run_folder import RunFolder
 from shardwise.workers.fork_server import ForkServer, snapshot_folders
+from shardwise.workers.repeated_failures import RepeatedFailures, normalise
 from shardwise.workers.snapshots import SnapshotStore, snapshot_key
+from shardwise.workers.supervisor import Supervisor
 
 SMALL = {
     "precision": "float64", "steps": 12, "model": {"layers": 2, "width": 16, "heads": 2, "vocab": 61, "sequence": 8},
@@ -99,6 +103,94 @@ def test_restarts_that_get_no_further_are_bounded(fork_server: ForkServer, tmp_p
         train(fork_server, small_job(tmp_path / "run", run={"max_restarts": 1}), "shard=2", *faults)
 
 
+def test_a_signal_in_the_pause_before_a_restart_ends_the_run_at_once(
+    fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A scheduler gives half a minute; the pause may be longer."""
+    monkeypatch.setattr("shardwise.workers.supervisor.INITIAL_BACKOFF", 1000.0)
+    monkeypatch.setattr("shardwise.workers.supervisor.MAX_BACKOFF", 1000.0)
+
+    def signal_in_the_pause(supervisor: Supervisor, seconds: float) -> None:
+        if seconds:
+            supervisor.forward_signal(signal.SIGTERM)
+        pause(supervisor, seconds)
+
+    pause = Supervisor._pause
+    monkeypatch.setattr(Supervisor, "_pause", signal_in_the_pause)
+    faults = [Fault("kill", 0, 3, "forward", number) for number in range(3)]
+    with pytest.raises(StoppedError, match="stopped by SIGTERM in the pause before a restart; .* goes on from there"):
+        train(fork_server, small_job(tmp_path / "run", run={"standby": False}), "shard=2", *faults)
+
+
+def test_no_run_restarts_more_than_three_times_for_the_same_cause(
+    fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever `run.max_restarts` is, and when a scheduler starts the launcher again; progress begins a new count."""
+    monkeypatch.setattr("shardwise.workers.supervisor.INITIAL_BACKOFF", 0.01)
+    faults = [Fault("kill", 1, 3 if number else 1, "forward", number) for number in range(6)]
+    job = small_job(tmp_path / "run", run={"max_restarts": 99, "standby": False}, checkpoint={"every": 0}, steps=4)
+    sentence = (
+        r"was killed by SIGKILL in step 3 \(computing\)\. The run has restarted 3 times for this cause at step 3 and "
+        r"got no further, so it ends: see `shardwise doctor \S+/run`, remove the cause, and continue the run with "
+        r"`shardwise train --resume \S+/run`\.$"
+    )
+    with pytest.raises(RepeatedFailure, match=sentence) as ended:
+        train(fork_server, job, "shard=2", *faults)
+    assert ended.value.exit_code == 2  # what no scheduler starts again
+    run = RunFolder.open(tmp_path / "run")
+    assert len(events(run, "killed")) == 1 + 3
+
+    with pytest.raises(RepeatedFailure, match=sentence):
+        launch(run, Layout.parse("shard=2"), resume=True, entry=FAULTY_WORKER, fork_server=fork_server)
+    assert len(trigger_times(run.path)) == 6 and len(events(run, "killed")) == 1 + 3
+
+    launch(run, Layout.parse("shard=2"), resume=True, entry=FAULTY_WORKER, fork_server=fork_server)
+    assert [row["step"] for row in run.metrics()] == [1, 2, 3, 4]
+
+
+def test_workers_that_end_before_they_train_are_not_restarted_forever(
+    fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They leave neither a heartbeat nor an error: here, because a file that they read is cut."""
+    monkeypatch.setattr("shardwise.workers.supervisor.INITIAL_BACKOFF", 0.01)
+    run = RunFolder.create(small_job(tmp_path / "run", run={"max_restarts": 99, "standby": False}))
+    inject_faults(run.path, [])
+    (run.path / "faults" / "0").touch()
+    with pytest.raises(RepeatedFailure, match="exited with code 1 .* restarted 3 times for this cause at step 0"):
+        launch(run, Layout.parse("shard=2"), resume=False, entry=FAULTY_WORKER, fork_server=fork_server)
+    assert len(events(run, "killed")) == 3
+
+
+def test_failures_of_one_cause_are_counted_until_there_is_progress(tmp_path: Path) -> None:
+    cause = normalise("out of memory: tried to allocate 20.5 MiB at 0x7f3a, rank 3")
+    assert cause == normalise("out of memory: tried to allocate 3 MiB  at 0x9, rank 12") != normalise("out of disk")
+    for count in (1, 2, 3):  # each in a launcher of its own
+        assert RepeatedFailures(tmp_path).add(cause, 4, 5) == count
+    repeated = RepeatedFailures(tmp_path)
+    assert repeated.add("was killed by SIGKILL", 4, 5) == repeated.add(cause, 5, 5) == 1
+    assert repeated.add(cause, 4, 5) == 4
+    assert repeated.add(cause, 4, 6) == 1
+    for damage in ("", "[]", '{"step": 6, "failures": [[1]]}', '{"step": null, "failures": []}'):
+        (tmp_path / "restarts.json").write_text(damage)
+        assert RepeatedFailures(tmp_path).add(cause, 4, 6) == 1
+
+
+def test_a_fault_that_is_killed_as_it_is_marked_is_marked_whole_or_not(tmp_path: Path) -> None:
+    (tmp_path / "faults").mkdir()
+    injector = FaultInjector(tmp_path, None, [Fault("kill", 0, 1)])  # type: ignore[arg-type]
+    injector.step = 1
+    pid = os.fork()
+    if not pid:
+        faulty_worker.time.time = lambda: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment, return-value]
+        injector.take_due("kill")
+        os._exit(0)
+    assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
+    assert trigger_times(tmp_path) == {}
+    assert injector.take_due("kill") is not None
+    assert injector.take_due("kill") is None
+    assert list(trigger_times(tmp_path)) == [0]
+
+
 def test_a_passing_nan_is_rolled_back_and_leaves_no_trace(
     undisturbed: RunFolder, fork_server: ForkServer, tmp_path: Path
 ) -> None:
@@ -111,6 +203,7 @@ def test_a_passing_nan_is_rolled_back_and_leaves_no_trace(
     )
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("layout", ["shard=2", "pipeline=2", "tensor=2"])
 def test_infinity_is_traced_to_its_module_and_rank(layout: str, fork_server: ForkServer, tmp_path: Path) -> None:
     job = small_job(tmp_path / "run", run={"on_nan": "stop"})
@@ -150,6 +243,7 @@ def test_spikes_are_told_from_noise() -> None:
     assert detector.evaluate(2.0) and detector.evaluate(2.0) and not detector.evaluate(clean[-1])
 
 
+@pytest.mark.cluster
 def test_chaos_in_short(tmp_path: Path) -> None:
     job = small_job(tmp_path, steps=16, checkpoint={"every": 3, "snapshot_every": 0}).to_toml()
     (tmp_path / "job.toml").write_text(job)

@@ -11,7 +11,9 @@ import stat
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +79,20 @@ class Leader:
             self.ready.set()
 
 
+def threads_of_this_process() -> dict[str, str]:
+    """Returns the names of all threads, those of libraries included, by their numbers."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # it has just ended
+            found[task.name] = (task / "comm").read_text().strip()
+    return found
+
+
 @pytest.fixture
 def leader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Leader]:
     monkeypatch.setenv("SHARDWISE_SECRET_FILE", str(tmp_path / "secret"))
     monkeypatch.delenv("SHARDWISE_SECRET", raising=False)
-    tasks = len(os.listdir("/proc/self/task"))
+    before = threads_of_this_process()
     one = Leader(tmp_path / "run")
     yield one
     one.stop = True
@@ -89,10 +100,13 @@ def leader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Leader]:
     assert one.failure is None and not one.thread.is_alive()
     del one.pool
     gc.collect()  # ends the threads of the store: a test after this one may fork
-    deadline = time.monotonic() + 5
-    while len(os.listdir("/proc/self/task")) > tasks and time.monotonic() < deadline:
+    deadline = time.monotonic() + 30
+    while len(threads_of_this_process()) > len(before) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert len(os.listdir("/proc/self/task")) <= tasks
+    after = threads_of_this_process()
+    new = {task: name for task, name in after.items() if task not in before}
+    stacks = ["".join(traceback.format_stack(frame)) for frame in sys._current_frames().values()]
+    assert len(after) <= len(before), f"{new}\n" + "\n".join(stacks)
 
 
 def join(leader: Leader, **versions: object) -> NodeChannel:
@@ -158,6 +172,25 @@ def test_nodes_compare_versions_and_clocks_before_the_first_step(
     assert any(message.get("is_final") for message in messages) == is_refused
     assert messages[-1] == {"shutdown": False}
     member.close()
+
+
+@pytest.mark.parametrize("code", [1, 2])
+def test_the_other_nodes_of_a_run_that_failed_fail_too(code: int, leader: Leader) -> None:
+    """With exit code 75, for a run that wants to be continued, Slurm and Ray would start a run that failed forever."""
+    agent = NodeAgent(Node(1, 2, "127.0.0.1", leader.port), Fork())  # type: ignore[arg-type]
+
+    def end() -> None:
+        while not any(node.index == 1 and node.slots for node in leader.pool.nodes):
+            time.sleep(0.01)
+        leader.pool.failure = code
+        leader.stop = True
+
+    thread = threading.Thread(target=lambda: leader.ready.wait(10) and end())
+    thread.start()
+    with pytest.raises(RunError, match="the run has failed; node 0 says why") as failed:
+        agent.run()
+    thread.join(10)
+    assert failed.value.exit_code == code
 
 
 def test_node_0_says_for_whom_it_waits_and_gives_up(

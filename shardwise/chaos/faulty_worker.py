@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shardwise import step as stepping
 from shardwise.data.sample_stream import Samples
-from shardwise.files import write_text
+from shardwise.files import create_text, write_text
 from shardwise.integrity.checksums import INT_DTYPES, TrackedTensor
 from shardwise.launch import worker
 from shardwise.train import checkpoint
@@ -100,8 +100,8 @@ class FaultInjector:
             before = self.run_path / "faults" / str(fault.number - 1)
             is_due = self.step >= fault.step if phase != "load" else before.exists() or not fault.number
             if fault.kind in kinds and is_due and phase in (None, fault.phase):
-                with suppress(FileExistsError), (self.run_path / "faults" / str(fault.number)).open("x") as file:
-                    file.write(repr(time.time()))
+                with suppress(FileExistsError):  # whole or not at all: the launcher may kill this rank as it writes
+                    create_text(self.run_path / "faults" / str(fault.number), repr(time.time()))
                     return fault
         return None
 
@@ -129,7 +129,7 @@ class FaultInjector:
             rng = random.Random(fault.number)
             target = rng.choice([entry for entry in tracked() if entry.tensor.numel()])
             flip_tensor_bit(target.tensor, rng)
-            (self.run_path / "faults" / f"tensor-{fault.number}").write_text(target.label)
+            write_text(self.run_path / "faults" / f"tensor-{fault.number}", target.label)
 
     def _on_forward(self, module: torch.nn.Module, inputs: Any, output: Any) -> None:
         self.trigger("forward")
@@ -172,7 +172,7 @@ def corrupt_checkpoint(run: Path, seed: int) -> None:
     path = rng.choice(sorted(good[0][1].iterdir()))
     content = np.memmap(path, mode="r+")
     content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-    (run / "faults" / f"flipped-{seed}").write_text(f"{path.parent.name}/{path.name}")
+    write_text(run / "faults" / f"flipped-{seed}", f"{path.parent.name}/{path.name}")
 
 
 def main(arguments: list[str], injector: type[FaultInjector] = FaultInjector, **options: Any) -> None:

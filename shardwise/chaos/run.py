@@ -17,6 +17,7 @@ from shardwise.parallel.prepare import prepare
 from shardwise.train.local_machine import require_memory
 from shardwise.train.run_folder import RunFolder
 from shardwise.workers.fork_server import ForkServer
+from shardwise.workers.repeated_failures import MAX_REPEATS
 
 FAULTY_WORKER = "shardwise.chaos.faulty_worker"
 BIT_FLIP_KINDS = ("weight", "state", "gradient")  # tensors in which a bit is flipped
@@ -70,8 +71,14 @@ def draw_faults(count: int, seed: int, layout: Layout, job: Job) -> list[Fault]:
     every = job.checkpoint.every
     if job.total_steps < 4 or not every:
         raise JobError(f"chaos needs 4 steps or more, not {job.total_steps}, and checkpoint.every > 0, not {every}.")
-    steps = sorted(rng.randint(3, job.total_steps - 1) for _ in range(count))
-    faults = []
+    places = MAX_REPEATS * (job.total_steps - 3)
+    if count > places:
+        raise JobError(
+            f"--faults {count} is too many for {job.total_steps} steps: a run ends after {MAX_REPEATS} restarts for "
+            f"the same cause at one step; use --faults {places} or fewer, or more steps."
+        )
+    steps = sorted(_draw_steps(rng, count, job.total_steps))
+    faults = list[Fault]()
     for number, step in enumerate(steps):
         kind, rank = rng.choice(FAULT_KINDS), rng.randrange(layout.world)
         if (kind == "flip" and step < 2 * every + 3) or (kind in BIT_FLIP_KINDS and step < every + 3):
@@ -80,8 +87,21 @@ def draw_faults(count: int, seed: int, layout: Layout, job: Job) -> list[Fault]:
             kind = "weight"  # no replica has the same gradient to compare with
         phase = "data" if kind == "flip" else "gradient" if kind in ("nan", "gradient") else rng.choice(PHASES)
         phase = rng.choice(PHASES[:3]) if kind in ("weight", "state") else phase
+        last_phases = [fault.phase for fault in faults[-MAX_REPEATS:]]
+        if phase == "load" and last_phases == ["load"] * MAX_REPEATS:  # each hits the restart after the one before
+            phase = "data"
         faults.append(Fault(kind, rank, step, phase, number))
     return faults
+
+
+def _draw_steps(rng: random.Random, count: int, total: int) -> list[int]:
+    """Draws the steps of faults, of which no step has more than a run can be restarted for."""
+    steps: list[int] = []
+    while len(steps) < count:
+        step = rng.randint(3, total - 1)
+        if steps.count(step) < MAX_REPEATS:
+            steps.append(step)
+    return steps
 
 
 def run_chaos(job_file: Path | None, settings: list[str], faults: int, seed: int, say: Say) -> ChaosReport:

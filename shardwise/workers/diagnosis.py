@@ -33,8 +33,8 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
 from shardwise.console import fill_in, format_ranks
-from shardwise.errors import JobError
-from shardwise.files import malformed_as_data_error, parse_json, parse_record
+from shardwise.files import malformed_as_data_error, parse_json, parse_record, write_text
+from shardwise.run_job import check_job_file
 from shardwise.workers.fork_server import signal_all
 
 INTERVAL = 0.2
@@ -68,6 +68,10 @@ class Heartbeat:
         self._on_terminate = _mark_terminate(self._stack.fileno())
         self._write()
         threading.Thread(target=self._run, name="shardwise-heartbeat", daemon=True).start()
+
+    @property
+    def step(self) -> int:
+        return self._step
 
     def set_phase(self, phase: str, step: int) -> None:
         self._phase, self._step, self._since = phase, step, time.time()
@@ -336,13 +340,12 @@ def save_diagnosis(run: Path, diagnosis: Diagnosis, kind: str, exit_reasons: dic
     target = folder / f"{int(existing[-1].name) + 1 if existing else 1:04d}"
     shutil.copytree(heartbeat_folder(run), target)
     record = {"time": round(time.time(), 3), "kind": kind, **asdict(diagnosis), "exit_reasons": exit_reasons}
-    (target / "diagnosis.json").write_text(json.dumps(record, indent=1))
+    write_text(target / "diagnosis.json", json.dumps(record, indent=1))
 
 
 def diagnose_run(run: Path) -> list[str]:
     """Returns the lines of `shardwise doctor`: the state of a live run, or the last diagnosis of a run that ended."""
-    if not (run / "job.toml").is_file():
-        raise JobError(f"{run} is not a run folder: it has no job.toml.")
+    check_job_file(run)
     local = {rank: beat for rank, beat in read_heartbeats(run).items() if beat["host"] == socket.gethostname()}
     alive = {rank: beat["pid"] for rank, beat in local.items() if _worker_status(run, beat)}
     if alive:

@@ -41,8 +41,8 @@ RANK, HEARTBEAT, SNAPSHOT_KEY = range(1 << 20), {"heartbeat": int}, re.compile("
 # What a worker writes about itself, which node 0 reads: sent if the nodes share no folder.
 STATUS_FILE = re.compile(r"(heartbeats|errors)/rank-[0-9]{1,7}\.(json|stack|collectives)")
 COMMANDS: list[dict[str, Any]] = [  # from node 0
-    HEARTBEAT, {"shutdown": bool}, {"rejected": str, "is_final": bool}, {"patience": float}, {"release": str},
-    {"remove_snapshots": SNAPSHOT_KEY},
+    HEARTBEAT, {"shutdown": bool}, {"failure": range(1, 256)}, {"rejected": str, "is_final": bool},
+    {"patience": float}, {"release": str}, {"remove_snapshots": SNAPSHOT_KEY},
     {"kill": str, "signal": SIGNALS}, {"kill": str, "signal": SIGNALS, "ranks": [RANK]},
     {"fork": str, "size": RANK, "entry": ENTRY_POINTS, "standby": bool, "arguments": [str], "ranks": [RANK],
      "slots": [RANK], "snapshots": SNAPSHOT_KEY},

@@ -21,7 +21,7 @@ import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -246,6 +246,8 @@ class NodeCoordinator(WorkerPool):
     def close(self) -> None:
         for node in self.nodes:
             if isinstance(node.channel, NodeChannel):
+                if self.failure:
+                    node.channel.send({"failure": self.failure})
                 node.channel.send({"shutdown": self.is_finished})
                 node.channel.close()
         if self._rejected:
@@ -293,11 +295,12 @@ class NodeAgent:
         try:
             while (channel := self._join()) is not None:
                 self.commands, self.preparing = [], None
-                if (is_finished := self._relay_messages(channel)) is not None:
+                with closing(channel):  # else its thread would send heartbeats for ever
+                    is_finished = self._relay_messages(channel)
+                if is_finished is not None:
                     return is_finished
                 for name in self.worker_groups:
                     self.fork_server.send({"kill": name, "signal": signal.SIGKILL})
-                channel.close()
             return False
         finally:
             signal.signal(signal.SIGTERM, previous)
@@ -349,6 +352,10 @@ class NodeAgent:
                 if (commands := channel.receive()) is None:
                     return None
                 for command in commands:
+                    if "failure" in command:
+                        error = RunError("the run has failed; node 0 says why.")
+                        error.exit_code = command["failure"]
+                        raise error
                     if "shutdown" in command:
                         return bool(command["shutdown"])
                     if "rejected" in command:

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.console import format_ranks, pluralize, signal_name
-from shardwise.errors import RunError, ShardwiseError, StoppedError, UserError
+from shardwise.errors import RepeatedFailure, RunError, ShardwiseError, StoppedError, UserError
 from shardwise.workers import diagnosis
+from shardwise.workers.repeated_failures import MAX_REPEATS, RepeatedFailures, normalise
 from shardwise.workers.worker_pool import WorkerGroup, WorkerPool
 
 POLL_SECONDS = 0.1
@@ -37,9 +38,12 @@ class WorkerFailure:
     error_text: str = ""  # the rank's own error message or traceback, if it wrote one
     is_expected: bool = False  # whether Shardwise raised the error on purpose
     exit_code: int = 1
+    cause: str = ""  # what another failure of the same cause has, too: the error or signal, without what varies
 
-    def to_exception(self, why: str = "") -> ShardwiseError:
+    def to_exception(self, why: str = "", is_repeated: bool = False) -> ShardwiseError:
         text = " ".join(part for part in (self.error_text or self.message, why) if part)
+        if is_repeated:
+            return RepeatedFailure(text)
         return (UserError if self.exit_code == 2 else RunError)(text)
 
 
@@ -52,7 +56,7 @@ class Supervisor:
     size: int
     max_restarts: int
     hang_timeout: float
-    error_log: Any  # the run folder: `error_records` of failed ranks, `clear_errors`
+    error_log: Any  # the run folder: `error_records` of failed ranks, `clear_errors`, `place`
     log_event: Callable[..., None]  # called with the kind of an event, its message, and its fields as keywords
     replan: Callable[[int], tuple[str, int]] | None = None  # if elastic: for at most so many, a layout and its size
     rejoin_timeout: float = 0.0  # seconds to wait for a lost node to rejoin
@@ -69,6 +73,8 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         self.full_layout, self.full_size = self.layout, self.size
+        self.repeated = RepeatedFailures(self.run_path)
+        self.given_up: set[tuple[str, int]] = set()  # causes and steps for which ranks were removed
 
     def forward_signal(self, signal_number: int) -> None:
         """Forwards a stop signal to every worker; workers then save and exit on their own."""
@@ -169,6 +175,8 @@ class Supervisor:
         exit_codes = worker_group.exit_codes
         # A rank that crashes later crashes because of the first one; but nothing in a run sends SIGKILL to the others.
         silent = [rank for rank in worker_group.failed_ranks if rank not in reported and exit_codes[rank] < 0]
+        # SIGUSR1 is our own request for a dump, which ends a rank that has not set up its heartbeat yet.
+        silent = [rank for rank in silent if exit_codes[rank] != -signal.SIGUSR1]
         silent = [r for r in silent if r in first_failed or min(codes) >= 0 or exit_codes[r] == -signal.SIGKILL]
         heartbeats = diagnosis.read_heartbeats(self.run_path)
         if silent or not records:
@@ -177,13 +185,19 @@ class Supervisor:
                        for rank, code in blamed.items()}  # fmt: skip
             finding = self._record_diagnosis("killed", reasons)
             ranks = finding.culprits or first_failed[:1]
-            return WorkerFailure("killed", ranks, heartbeats.get(ranks[0], {}).get("step", 0), finding.message)
+            step = heartbeats.get(ranks[0], {}).get("step", 0)
+            cause = next(iter(reasons.values()))
+            message = finding.message
+            if not finding.culprits:
+                message = f"rank {next(iter(reasons))} {cause} before its first heartbeat."
+            return WorkerFailure("killed", ranks, step, message, cause=normalise(cause))
         record = records[0]
         rank, trace, code = record["rank"], record["trace"], record["exit_code"]
         summary = " ".join(record["message"].strip().splitlines()[:1])
         finding = self._record_diagnosis("failed", {rank: f"failed with {record['kind']}: {summary}"})
         ranks, step = finding.culprits or [rank], heartbeats.get(rank, {}).get("step", 0)
-        return WorkerFailure("failed", ranks, step, finding.message, failure_text(record), trace is None, code)
+        cause = f"{record['kind']}: {normalise(summary)}"
+        return WorkerFailure("failed", ranks, step, finding.message, failure_text(record), trace is None, code, cause)
 
     def _diagnose_hang(self, worker_group: WorkerGroup, stopped: list[int]) -> WorkerFailure:
         exit_reasons = dict.fromkeys(stopped, "is stopped (SIGSTOP)")
@@ -220,7 +234,7 @@ class Supervisor:
         if self.stop_signal:
             if failure.kind == "failed":
                 raise failure.to_exception()
-            if not failure.step:
+            if not max(failure.step, self.max_step):
                 raise StoppedError(f"stopped by {signal_name(self.stop_signal)} before training began.")
             raise StoppedError(f"while stopping on {signal_name(self.stop_signal)}: {failure.message}")
         latest_step = self._latest_step()
@@ -229,11 +243,23 @@ class Supervisor:
         self.attempts = 1 if made_progress else self.attempts + 1
         previous, self.last_failure, self.max_step = self.last_failure, failure, max(self.max_step, latest_step)
         is_repeated = previous is not None and previous.kind == "failed" and previous.message == failure.message
+        key = (failure.cause or failure.kind, failure.step)
+        count = self.repeated.add(*key, latest_step)
         if failure.is_expected or not self.max_restarts:
             raise failure.to_exception("" if failure.is_expected else "All other ranks were stopped.")
         if is_repeated and previous is not None and previous.step == failure.step:
-            raise failure.to_exception(f"This is the second identical failure at step {failure.step}, so the run ends.")
-        if self.attempts > self.max_restarts:
+            why = f"This is the second identical failure at step {failure.step}, so the run ends."
+            raise failure.to_exception(why, is_repeated=True)
+        if count > MAX_REPEATS and (key in self.given_up or not self._can_continue_without(failure)):
+            place = self.error_log.place
+            raise failure.to_exception(
+                f"The run has restarted {MAX_REPEATS} times for this cause at step {failure.step} and got no further, "
+                f"so it ends: see `shardwise doctor {place}`, remove the cause, and continue the run with "
+                f"`shardwise train --resume {place}`.",
+                is_repeated=True,
+            )
+        if count > MAX_REPEATS or self.attempts > self.max_restarts:
+            self.given_up.add(key)
             self._continue_without(sorted(self.suspect_ranks), failure)
             return
         if self.worker_pool.size < self.size:
@@ -243,7 +269,18 @@ class Supervisor:
         delay = f" in {pause:g} s" if pause else ""
         message = f"{failure.message} Restarting all ranks{delay} from the newest valid snapshot or checkpoint."
         self.log_event(failure.kind, message, ranks=failure.ranks, step=failure.step, restart=self.attempts)
-        time.sleep(pause)
+        self._pause(pause)
+
+    def _pause(self, seconds: float) -> None:
+        """Waits before a restart. Raises StoppedError as soon as the run is asked to stop."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not self.stop_signal:
+            time.sleep(min(POLL_SECONDS, max(0.0, deadline - time.monotonic())))
+        if self.stop_signal:
+            raise StoppedError(
+                f"stopped by {signal_name(self.stop_signal)} in the pause before a restart; what was trained since the "
+                f"newest checkpoint is lost, and `shardwise train --resume {self.error_log.place}` goes on from there."
+            )
 
     def _wait_for_nodes(self, failure: WorkerFailure) -> None:
         """Waits for lost nodes to rejoin; if they do not, an elastic run continues without them."""
@@ -259,10 +296,15 @@ class Supervisor:
         message = f"continuing without the node: {pluralize(self.size, 'process')} in layout '{self.layout}'."
         self.log_event("scaled_down", message, ranks=failure.ranks, step=failure.step, layout=self.layout)
 
+    def _can_continue_without(self, failure: WorkerFailure) -> bool:
+        """Whether the run is elastic, and some of its ranks, but not all, were at fault each time."""
+        is_at_fault = failure.kind != "failed" and 0 < len(self.suspect_ranks) < self.size
+        return is_at_fault and self.replan is not None and self.attempts > 1
+
     def _continue_without(self, ranks: list[int], failure: WorkerFailure) -> None:
         """Removes the slots of these ranks and replans for the remaining ones; raises if the run is not elastic, or if
         nobody shows to be at fault."""
-        restarts = f"{pluralize(self.max_restarts, 'restart')} without progress"
+        restarts = f"{pluralize(self.attempts - 1, 'restart')} without progress"
         giving_up, is_at_fault = f"Giving up after {restarts}.", failure.kind != "failed" and 0 < len(ranks) < self.size
         if not is_at_fault or self.replan is None or self.worker_group is None:
             raise failure.to_exception(giving_up)

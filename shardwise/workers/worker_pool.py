@@ -71,6 +71,7 @@ class WorkerPool:
         self.run_path, self.nodes = run_path, [NodeSlots(0, fork_server, list(range(slots)))]
         self.url = ""  # of a run in an object store: other nodes have folders of their own
         self.is_finished = False  # whether the run has taken all its steps, which other nodes are told at the end
+        self.failure = 0  # the exit code of a run that failed: other nodes end with it, too, and are not started again
         self._folder = tempfile.TemporaryDirectory(prefix="shardwise-")
         self._worker_groups: dict[str, WorkerGroup] = {}
 
