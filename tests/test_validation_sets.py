@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -11,16 +12,18 @@ import pytest
 import torch
 
 from shardwise.comm.world import run_world
+from shardwise.data.input_files import DataFile
 from shardwise.errors import DataError, JobError
 from shardwise.eval.language_model import LanguageModel
 from shardwise.eval.tasks import Request
 from shardwise.job import make_job
-from shardwise.launch.start import start_job
+from shardwise.launch.start import StartOptions, open_data, start_job, start_training
 from shardwise.layout import Layout
 from shardwise.metrics.trackers import PrometheusWriter, Tracker, check_tracker_installed
 from shardwise.parallel.prepare import prepare
 from shardwise.train.loop import TrainingLoop
 from shardwise.train.run_folder import RunFolder
+from shardwise.train.validation_history import ValidationHistory
 
 
 def make_run(folder: Path, **changes: Any) -> RunFolder:
@@ -92,9 +95,83 @@ def test_a_run_stops_early_and_keeps_its_best_checkpoint(tmp_path: Path) -> None
     assert last["event"] == "finished" and "no lower validation loss in 2" in last["message"]
     assert [path.name for path in run.best.iterdir()] == [f"step-{best + 1:08d}"]
     assert [path.name for path in run.checkpoints.iterdir()] == [f"step-{len(records):08d}"]
-    assert run.validation_losses() == losses
-    again = train(run, resume=True)  # the count of validations goes on: the next one ends the run again
-    assert len(again) == len(records) + 1
+    assert [loss for _, loss in run.validations()] == losses
+    train_on = f"validation.patience to 0, or to more than 2: shardwise train --resume {run.path} --set"
+    assert train_on in last["message"]
+
+
+def test_a_run_that_has_ended_early_is_not_trained_on_by_the_same_command(tmp_path: Path) -> None:
+    """The launcher's own way, as `--continue` takes it; it says that the run ended, why, and how to train on."""
+    job = {"steps": 40, "layout": "replicate=1", "optimizer": {"lr": 30.0, "schedule": "constant", "warmup": 0}}
+    validation = {"every": 1, "patience": 2, "samples": 8}
+    run = make_run(tmp_path, **job, validation=validation)
+    steps = len(train(run))
+    assert steps < 40
+    said: list[str] = []
+    command = (tmp_path / "run" / "job.toml", [f"run.folder={run.path}", "run.processes=1"], None, said.append)
+    folder, is_finished = start_training(*command, resume_if_exists=True)
+    assert folder is not None and is_finished and len(list(run.metrics())) == steps
+    last = list(run.events())[-1]
+    assert last["event"] == "finished" and last["step"] == steps
+    assert "has ended already, with no lower validation loss in 2 validations" in last["message"]
+    assert f"train --resume {run.path} --set validation.patience=0" in last["message"]
+    # What the sentence says takes the run on: a greater number waits for that many.
+    change_job(run, validation={"patience": 3})
+    assert len(train(run, resume=True)) == steps + 1
+    change_job(run, steps=steps + 3, validation={"patience": 0})
+    assert len(train(run, resume=True)) == steps + 3
+
+
+def test_a_history_of_validations() -> None:
+    history = ValidationHistory()
+    assert history.lowest is None and not history.is_out_of_patience(1)
+    for step, loss in ((2, math.nan), (4, 3.0), (6, 3.0), (8, math.nan)):
+        history.add(step, loss)
+    assert history.lowest == (4, 3.0)  # the first of equal ones, and never one that is no number
+    assert history.is_out_of_patience(2) and not history.is_out_of_patience(3) and not history.is_out_of_patience(0)
+    history.add(10, 2.0)
+    assert history.lowest == (10, 2.0) and not history.is_out_of_patience(1)
+    assert (history.loss_at(6), history.loss_at(7)) == (3.0, None)
+
+
+def change_job(run: RunFolder, **changes: Any) -> None:
+    """Changes sections of a run's job, as `--resume` with settings does."""
+    job = run.job().model_dump(exclude_none=True)
+    for key, value in changes.items():
+        job[key] = job[key] | value if isinstance(value, dict) else value
+    (run.path / "job.toml").write_text(make_job(job).to_toml())
+
+
+def best_steps(run: RunFolder) -> list[str]:
+    return [path.name for path in run.best.iterdir()]
+
+
+@pytest.mark.parametrize("steps", [5, 4])
+def test_the_best_checkpoint_is_never_of_steps_that_did_not_happen(tmp_path: Path, steps: int) -> None:
+    """A run that falls back from step 6 to step 4, and ends at step 5 or right there."""
+    run = make_run(tmp_path, steps=6, checkpoint={"every": 2, "snapshot_every": 0, "keep": 3},
+                   validation={"every": 1, "keep_best": True, "samples": 8})  # fmt: skip
+    losses = [record["validation"]["loss"] for record in train(run)]
+    assert losses == sorted(losses, reverse=True) and best_steps(run) == ["step-00000006"]
+    (run.checkpoints / "step-00000006" / "manifest.json").unlink()
+    change_job(run, steps=steps)
+    train(run, resume=True)
+    assert best_steps(run) == [f"step-{steps:08d}"]
+    assert LanguageModel(run.path, step="best").step == steps
+    assert not any(event["event"] == "best_lost" for event in run.events())
+
+
+def test_it_is_said_if_the_best_checkpoint_is_not_there(tmp_path: Path) -> None:
+    job = {"steps": 3, "optimizer": {"lr": 30.0, "schedule": "constant", "warmup": 0}}
+    run = make_run(tmp_path, **job, validation={"every": 1, "samples": 8})
+    losses = [record["validation"]["loss"] for record in train(run)]
+    lowest = losses.index(min(losses)) + 1
+    assert lowest < 3
+    change_job(run, steps=4, validation={"keep_best": True})
+    train(run, resume=True)
+    [event] = [event for event in run.events() if event["event"] == "best_lost"]
+    assert event["step"] == lowest and f"{min(losses):.4f} after step {lowest}" in event["message"]
+    assert best_steps(run) == ["step-00000004"]  # the best of what came after
 
 
 def test_best_checkpoint_is_evaluated(tmp_path: Path) -> None:
@@ -137,6 +214,94 @@ def test_sets_are_opened_before_anything_is_started(tmp_path: Path) -> None:
     run = start_job(make_job(values | {"validation": {"every": 2, "sets": sets}}), lambda text: None, strict=True)
     assert not any(event["event"] == "warning" for event in run.events())  # and --strict found none
     assert "mine" in list(run.metrics())[-1]["validation"]
+
+
+SETS_OF_FILES = {  # of each kind: the file, its content, and what is changed in it
+    "text": ("mine.txt", b"for i in range(10):\n    print(i)\n" * 20, (b"print", b"paint")),
+    "jsonl": ("mine.jsonl", b'{"text": "for i in range(10): print(i)"}\n' * 20, (b"print", b"paint")),
+    "tokens": ("mine.bin", b"".join(bytes([number % 99, 0]) for number in range(400)), (b"\x05", b"\x06")),
+}
+
+
+@pytest.mark.parametrize("kind", SETS_OF_FILES)
+def test_a_resume_validates_on_the_data_that_the_run_began_with(kind: str, tmp_path: Path) -> None:
+    """A file of a set that changed is refused, as one of training is; what was appended to it is not read."""
+    name, content, change = SETS_OF_FILES[kind]
+    file = tmp_path / name
+    file.write_bytes(content)
+    mine = {"path": f"{file}:uint16", "source": "tokens"} if kind == "tokens" else {"path": str(file)}
+    validation = {"every": 2, "samples": 99, "sets": {"mine": mine}}
+    run = make_run(tmp_path, steps=2, layout="replicate=1", validation=validation)
+    first = train(run)[-1]["validation"]["mine"]["loss"]
+    file.write_bytes(content + content[: len(content) // 2])
+    train(run, resume=True)  # at its end, it validates once more
+    again = [event for event in run.events() if event["event"] == "validation"][-1]
+    assert again["mine"]["loss"] == first
+
+    file.write_bytes(content.replace(*change))
+    text = rf"data has changed since the run began: the content of {file} has changed. Restore it, or .*accept-data"
+    for attempt in (lambda: start_job(run.job(), print, run.path), lambda: train(run, resume=True)):
+        with pytest.raises(DataError, match=text):
+            attempt()
+    file.unlink()
+    with pytest.raises(DataError, match=f"{file} is missing"):
+        start_job(run.job(), print, run.path)
+
+
+def test_a_resume_that_changes_the_sets_says_so(tmp_path: Path) -> None:
+    """The user may: then there is nothing to compare, the files of the old sets may go, and those of the new count."""
+    run = make_run(tmp_path, layout="replicate=1")
+    train(run)
+    (tmp_path / "code.jsonl").unlink()
+    other = tmp_path / "other.txt"
+    other.write_text("Home is where you wear your hat.\n" * 40)
+    job = run.job()
+    sets = {"prose": job.validation.sets["prose"].model_dump(), "code": {"path": str(other)}}
+    changed = make_job(job.model_dump(exclude_none=True) | {"validation": {"every": 2, "samples": 8, "sets": sets}})
+    start_job(changed, print, run.path)
+    [event] = [event for event in run.events() if event["event"] == "validation_changed"]
+    assert "validation.sets.code = " in event["message"] and "sets.prose" not in event["message"]
+    assert str(other) in event["message"] and "samples" not in event["message"]
+    other.write_text("Home is where you hang your hat.\n" * 40)
+    with pytest.raises(DataError, match=f"the content of {other} has changed"):
+        start_job(changed, print, run.path)
+    options = StartOptions(run.path, accept_data_change=True)
+    record, _, events = open_data(prepare(changed, Layout()), run, options)
+    [message] = [message for kind, message in events if kind == "data_changed"]
+    assert f"the content of {other} has changed" in message
+    assert record.validation_sets[str(other)].files[str(other)] == DataFile.of(other)
+
+
+def test_patience_and_the_best_checkpoint_begin_anew_with_other_sets(tmp_path: Path) -> None:
+    """A set of unlike text has greater losses; they are not compared with those before, nor after a later restart."""
+    unlike = tmp_path / "unlike.txt"
+    unlike.write_text("".join(f"{number} DULL boys AND no play\n" for number in range(200)))
+    validation = {"every": 1, "samples": 8, "keep_best": True, "sets": {"one": str(tmp_path / "prose.txt")}}
+    run = make_run(tmp_path, layout="replicate=1", validation=validation)
+    train(run)
+    before = [loss for _, loss in run.validations()]
+    assert len(before) == 4
+
+    changed = run.job().model_dump(exclude_none=True)
+    changed["validation"] |= {"sets": {"one": {"path": str(unlike)}}, "patience": 1}
+    job = make_job(changed | {"steps": 7})
+    _, _, events = open_data(prepare(job, Layout()), run, StartOptions(run.path))
+    for kind, message in events:
+        run.log_event(kind, message)
+    (run.path / "job.toml").write_text(job.to_toml())
+    train(run, resume=True)
+    after = run.validations()
+    assert [step for step, _ in after] == [5, 6, 7]
+    assert min(loss for _, loss in after) > min(before)
+    assert best_steps(run) == [f"step-{min(after, key=lambda one: one[1])[0]:08d}"]
+
+    train(run, resume=True)
+    assert [step for step, _ in run.validations()] == [5, 6, 7]
+    for name in ("step-00000007", "step-00000005"):
+        run.log_event("resumed", f"from {name}", step=int(name[-1]))
+    assert len(run.validations()) == 3
+    run.log_event("resumed", "from a step before the change", step=2)
+    assert [step for step, _ in run.validations()] == [3, 4, 5, 6, 7]  # taken again since
 
 
 def test_mlflow_gets_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,8 @@
 """The training loop of one rank: reads batches, takes steps, logs metrics, validates, saves and rolls back."""
 
-import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
@@ -29,12 +29,23 @@ from shardwise.parallel.prepare import Prepared, forward_flops
 from shardwise.parallel.torch_pipelining import PipelineOrder
 from shardwise.planner.plan import auto_schedule_order
 from shardwise.step import CudaGraphStep, StepResult, make_step_fn
+from shardwise.train.base_weights import check_base
 from shardwise.train.checkpoint import CheckpointManager
+from shardwise.train.checkpoint_folder import shared_list
 from shardwise.train.local_machine import local_cluster
 from shardwise.train.metrics_processor import MetricsProcessor, Progress, StopFlag, json_number
 from shardwise.train.run_folder import RunFolder, check_none_lost, check_state, defining_values
-from shardwise.train.validate import open_validation_sets, score_pairs, validate_sets
+from shardwise.train.validate import (
+    open_validation_sets,
+    refresh_copies,
+    score_pairs,
+    try_metrics,
+    validate_sets,
+    validation_set_names,
+)
+from shardwise.train.validation_history import ValidationHistory, is_lower
 from shardwise.train.warm_start import load_start, run_weights
+from shardwise.workers.repeated_failures import MAX_REPEATS
 
 # The phase of the step timer, by the phase that a rank reports in its heartbeat.
 PHASES = {"data": "data", "computing": "compute", "validating": "validation", "saving": "checkpoint"}
@@ -89,8 +100,12 @@ class TrainingLoop:
         log_path = self.folder.bad_records_path if self.is_rank_zero else None
         self.bad_records = BadRecords(self.job.data.on_bad_record == "skip", log_path)
         record = self.folder.data_record()
+        record.choose_sets(validation_set_names(self.job))
+        refresh_copies(self.job)
         if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # copies on other nodes may have other times
             record.check(self.folder.path, compare_times=self.is_rank_zero)
+            if self.resume:
+                check_base(self.folder, self.job, is_quick=True)
         sources = self.folder.sources(self.job, record, self.bad_records)
         if record.is_new and self.is_rank_zero:
             self.folder.write_data(record, *sources)
@@ -98,10 +113,16 @@ class TrainingLoop:
         if self.job.validation.sets and self.engine.mesh["world"].size > 1:
             dist.barrier()  # rank 0 has written the tokenizer
         own = self.folder.tokenizer if self.job.data.tokenizer != "bytes" and self.folder.tokenizer.exists() else None
-        self.validation_sets = open_validation_sets(self.job, own)
-        self.best = CheckpointManager(self.folder.best, 1, False) if self.job.validation.keep_best else None
-        self.validation_losses: list[float] = []
+        self.validation_sets = open_validation_sets(self.job, own, record)
+        if record.has_other_sets and self.is_rank_zero:
+            self.folder.save_data_record(record)
+        has_best = self.checkpoints.group.on_rank_zero(self.folder.best.is_dir)  # maybe of a part that kept one
+        keeps_best = self.job.validation.keep_best
+        self.best = CheckpointManager(self.folder.best, 1, False) if keeps_best or has_best else None
+        self.validations = ValidationHistory()
+        self.best_loss: float | None = None  # of the checkpoint in the folder `best`; None if there is none
         self.bad_records.log_path = self.folder.bad_records_path
+        self.rollbacks: Counter[str] = Counter()  # by reason
         self.metrics = MetricsProcessor(self.job, self.engine, self.optimizer, self.folder, self.progress,
                                         self.corruption_detector, self.stop,
                                         writes_later=self.overlaps_host)  # fmt: skip
@@ -128,8 +149,15 @@ class TrainingLoop:
     def _train(self, first: int) -> None:
         """Takes all steps after step `first`, or until a signal asks it to stop."""
         last, every = self.job.total_steps, self.job.checkpoint.every
-        self.validation_losses = self.checkpoints.group.on_rank_zero(self.folder.validation_losses)
+        self.validations = ValidationHistory.of_rows(self.checkpoints.group.on_rank_zero(self.folder.validations))
+        self._settle_best(first)
         self._tell("on_start", first)
+        if first < last and self._is_out_of_patience():
+            self._end(first, self._patience_text(is_news=False))
+            return
+        if first < last:
+            self._set_phase("validating", first)
+            try_metrics(self.engine, self.job, self.held_out, self.tokenizer)
         stream = job_stream(self.job, self.training)
         data = self.engine.mesh["loader"]
         loader = Loader(stream, self.job.samples, data.size, data.index, first, workers=self.job.data.workers,
@@ -175,7 +203,7 @@ class TrainingLoop:
                 if (every and done % every == 0) or done == last or verdict.stop_signal or stops_early:
                     self._save(done)
                 if stops_early:
-                    self._end(done, f"no lower validation loss in {self.job.validation.patience} validations.")
+                    self._end(done, self._patience_text(is_news=True))
                     break
                 if done < last and self.checkpoints.can_snapshot(done, self.job.checkpoint.snapshot_every):
                     self._snapshot(done)
@@ -301,17 +329,71 @@ class TrainingLoop:
         self.metrics.flush()
         self._log_event("validation", message, step=done, seconds=seconds, **values)
         self._tell("on_validation", done, lambda: result)
-        losses = self.validation_losses = [*self.validation_losses, result["loss"]]
-        best = min(range(len(losses)), key=lambda n: (math.isnan(losses[n]), losses[n]))
-        if self.best is not None and best == len(losses) - 1:
-            try:
-                self.best.save(done, self.engine, self.optimizer, self._state(done))
-            except RunError as error:
-                self._log_event("checkpoint_failed", f"{error} The run continues.", step=done)
-        return 0 < self.job.validation.patience <= len(losses) - 1 - best and done < self.job.total_steps
+        self.validations.add(done, result["loss"])
+        if self.best_loss is None or is_lower(result["loss"], self.best_loss):
+            self._save_best(done, result["loss"])
+        return done < self.job.total_steps and self._is_out_of_patience()
+
+    def _is_out_of_patience(self) -> bool:
+        return self.validations.is_out_of_patience(self.job.validation.patience)
+
+    def _patience_text(self, is_news: bool) -> str:
+        """Says why the run ends before its last step, and how to train on all the same."""
+        count = self.validations.since_lowest
+        reason = f"no lower validation loss in {pluralize(count, 'validation')}"
+        if not is_news:
+            reason = f"this run has ended already, with {reason}, and takes no more steps"
+        return (
+            f"{reason}. To train on, set validation.patience to 0, or to more than {count}: "
+            f"shardwise train --resume {self.folder.place} --set validation.patience=0"
+        )
+
+    def _save_best(self, step: int, loss: float) -> None:
+        """Saves the state that was validated as the best checkpoint, in place of the one before, if one is kept."""
+        if self.best is None or not self.job.validation.keep_best:
+            return
+        try:
+            self.best.save(step, self.engine, self.optimizer, self._state(step))
+            self.best_loss = loss
+        except RunError as error:
+            self._log_event("checkpoint_failed", f"{error} The run continues.", step=step)
+
+    def _settle_best(self, first: int) -> None:
+        """Makes the folder `best` fit a run that goes on from step `first`: the steps after it did not happen.
+
+        A best checkpoint of those steps is removed. The one before, which it had replaced, is gone, unless it is the
+        state that the run goes on from: then it is saved again. Otherwise the best of what comes is kept."""
+        if self.best is None:
+            return
+        self.best.rewind(first)
+        saved_steps = [step for step, _ in shared_list(self.best.folder, self.best.group)]
+        self.best_loss = self.validations.loss_at(saved_steps[0]) if saved_steps else None
+
+        lowest = self.validations.lowest
+        if lowest is None or lowest[0] in saved_steps:
+            return
+        step, loss = lowest
+        if step == first:
+            self._set_phase("saving", first)
+            self._save_best(step, loss)
+        elif not saved_steps and self.job.validation.keep_best:
+            message = (
+                f"the lowest validation loss so far is {loss:.4f} after step {step}, but {self.folder.best} has no "
+                "checkpoint of it: none was kept then, or that of a step that is taken again had replaced it. "
+                "From here on, the best of the validations to come is kept."
+            )
+            self._log_event("best_lost", message, step=step)
 
     def _roll_back(self, reason: Rollback) -> int:
-        """Loads the last checkpoint. Returns the step to continue from."""
+        """Loads the last checkpoint. Returns the step to continue from. Raises RunError if it has done so for the same
+        reason before, again and again: a wrong result that each replay repeats is no passing fault."""
+        self.rollbacks[str(reason)] += 1
+        if self.rollbacks[str(reason)] > MAX_REPEATS:
+            raise RunError(
+                f"{reason}: the run was rolled back {MAX_REPEATS} times for this at step {reason.step} and came to the "
+                "same again, so it ends; replace the device or remove the cause, and continue the run with "
+                f"`shardwise train --resume {self.folder.place}`."
+            )
         if reason.state_is_corrupt:
             self.checkpoints.rewind(reason.step - 1)
         state = None if self.engine.has_tables else self.checkpoints.load(self.engine, self.optimizer)

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -18,15 +17,17 @@ from shardwise.data.make_sources import Sources, make_sources
 from shardwise.data.sample_stream import Source
 from shardwise.data.tokenizer import HuggingFaceTokenizer, Tokenizer, tokenizer_fingerprint
 from shardwise.errors import CheckpointError, DataError, JobError, RunError
-from shardwise.files import atomic_write, parse_json, parse_record, parse_toml, write_text
+from shardwise.files import atomic_write, create_text, parse_json, parse_record, user_path, write_text
 from shardwise.job import Job, load_job
 from shardwise.object_store import ObjectStore, parse_url
+from shardwise.run_job import check_job_file, has_job_file
 from shardwise.train.checkpoint_folder import list_checkpoints, read_manifest, valid_checkpoints
-from shardwise.train.run_store import RunStore, fetch_run, local_folder
+from shardwise.train.run_store import NAMES, RunStore, fetch_run, local_folder
 
 DISK_FULL_TIMEOUT = 5.0  # seconds to wait for space on a full disk: a checkpoint that did not fit gets removed
-NAMES = parse_toml(Path(__file__).with_name("run_folder.toml").read_text(encoding="utf-8"))
 TOKENIZER_FILES, RESUMABLE_KEYS = NAMES["tokenizer_files"], NAMES["resumable_keys"]
+# Of the keys that --resume may change, those on which the losses of a run depend, or the step at which it ends.
+RESULT_KEYS = ("steps", "tokens", "validation.*")
 # Keys that a checkpoint does not record: the record of the data and the run's own tokenizer say more than paths.
 UNRECORDED_KEYS = (*RESUMABLE_KEYS, "run.*", "data.path", "data.tokenizer")
 
@@ -35,7 +36,8 @@ def copy_tokenizer_files(source: Path, target: Path) -> None:
     """Copies those of a folder that another one lacks, byte by byte."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file() and not (target / name).exists():
-            shutil.copyfile(source / name, target / name)
+            with atomic_write(target / name) as file:  # a part of it would be taken for the whole by every resume
+                file.write((source / name).read_bytes())
 
 
 class RunFolder:
@@ -56,12 +58,14 @@ class RunFolder:
                 folder = cls(Path(job.run.folder) if job.run.folder else _make_next_folder(Path("runs")))
             folder.path.mkdir(parents=True, exist_ok=True)
             try:
-                (folder.path / "job.toml").touch(exist_ok=False)  # of several processes at once, one gets the folder
+                # Of several processes at once, one gets the folder.
+                create_text(folder.path / "job.toml", job.to_toml())
             except FileExistsError:
-                taken = f"run.folder = {str(folder.path)!r} already has a run"
-                remedy = f"`shardwise train --resume {folder.path}` goes on with it; or choose another folder."
-                raise JobError(f"{taken}; {remedy}") from None
-            write_text(folder.path / "job.toml", job.to_toml())
+                check_job_file(folder.path)
+                raise JobError(
+                    f"run.folder = {str(folder.path)!r} already has a run; "
+                    f"`shardwise train --resume {folder.path}` goes on with it; or choose another folder."
+                ) from None
         except OSError as error:
             raise JobError(f"cannot create the run folder: {error}.") from None
         return folder
@@ -69,16 +73,15 @@ class RunFolder:
     @classmethod
     def open(cls, path: Path, weights: bool = False, step: int | None = None) -> "RunFolder":
         """Opens a run; of one in an object store, a copy to read, with its checkpoint (of `step`) if `weights`."""
-        path = fetch_run(path, weights, step)
-        if not (path / "job.toml").is_file():
-            raise JobError(f"{path} is not a run folder: it has no job.toml.")
-        return cls(path)
+        local = fetch_run(path, weights, step)
+        check_job_file(local, parse_url(path) or path)
+        return cls(local)
 
     @staticmethod
     def exists(path: str) -> bool:
         """Whether a folder or URL has a run."""
         url = parse_url(path)
-        return ObjectStore(url).read("job.toml") is not None if url else (Path(path) / "job.toml").is_file()
+        return ObjectStore(url).read("job.toml") is not None if url else has_job_file(Path(path))
 
     @property
     def place(self) -> str:
@@ -86,10 +89,14 @@ class RunFolder:
         return store.url if (store := RunStore.of(self.path)) else str(self.path)
 
     def job(self) -> Job:
+        check_job_file(self.path, self.place)  # `open` has not seen what was copied from a store later
         return load_job(self.path / "job.toml")
 
     def data_record(self) -> DataRecord:
         return DataRecord.load(self.path / "data.json")
+
+    def save_data_record(self, record: DataRecord) -> None:
+        record.save(self.path / "data.json")
 
     def sources(self, job: Job, record: DataRecord | None = None, bad_records: BadRecords | None = None) -> Sources:
         """Returns the run's sources for training and validation, and its own tokenizer, as it began with them."""
@@ -105,7 +112,7 @@ class RunFolder:
             if not self.tokenizer.exists():
                 tokenizer.save(self.tokenizer)
             record.tokenizer = tokenizer_fingerprint(str(self.tokenizer))
-            given = Path(self.job().data.tokenizer).expanduser()
+            given = user_path(self.job().data.tokenizer)
             if given.exists():
                 copy_tokenizer_files(given if given.is_dir() else given.parent, self.path)
             if text := getattr(training, "tokenizer_config", ""):
@@ -114,7 +121,7 @@ class RunFolder:
                 given_config = json.loads(path.read_bytes()) if path.exists() else {}
                 write_text(path, json.dumps(config | given_config, indent=2))
         record.samples = (len(training), len(held_out))
-        record.save(self.path / "data.json")
+        self.save_data_record(record)
 
     def write_plan(self, plan: dict[str, Any]) -> None:
         """Writes plan.toml, and a copy that a resume keeps: the page compares each layout with its own plan."""
@@ -136,11 +143,38 @@ class RunFolder:
     def metrics(self) -> Iterator[dict[str, Any]]:
         return _read_records(self.path / "metrics.jsonl")
 
-    def validation_losses(self) -> list[float]:
-        return [float(record["validation"]["loss"]) for record in self.metrics() if "validation" in record]
+    def validations(self) -> list[tuple[int, float]]:
+        """Returns step and loss of each validation that compares with the next one, in the order of the file: those
+        since the last resume that changed what is validated."""
+        first = self._validated_alike_since()
+        validated = [record for record in self.metrics() if "validation" in record and record["step"] > first]
+        return [(int(record["step"]), float(record["validation"]["loss"])) for record in validated]
+
+    def _validated_alike_since(self) -> int:
+        """Returns the step after which every validation was of the same samples as the next one will be."""
+        since = 0
+        has_changed = False
+        for event in self.events():
+            if event.get("event") == "validation_changed":  # the launcher, which does not know the step yet
+                has_changed = True
+            if event.get("event") != "resumed" or not isinstance(event.get("step"), int):
+                continue
+
+            if has_changed:
+                since = event["step"]
+                has_changed = False
+            else:  # a run that went back behind the change took those steps again after it
+                since = min(since, event["step"])
+        return since
 
     def events(self) -> Iterator[dict[str, Any]]:
         return _read_records(self.path / "events.jsonl")
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether the run has ended by itself: its last event is `finished`."""
+        kinds = [event.get("event") for event in self.events()]
+        return bool(kinds) and kinds[-1] == "finished"
 
     def discard_after(self, step: int) -> None:
         """Moves the metrics after `step` to `*.discarded.jsonl`, since those steps will run again."""
@@ -232,10 +266,25 @@ def _make_next_folder(parent: Path) -> Path:
             return folder
 
 
+def changed_values(old: Job, new: Job) -> dict[str, str]:
+    """Returns the keys in which two jobs differ; for each, what the new one has instead of what the old one has."""
+    before, after = _flatten(old), _flatten(new)
+    return {
+        key: f"{key} = {after.get(key)!r} instead of {value!r}"
+        for key, value in before.items()
+        if value != after.get(key)
+    }
+
+
+def changed_results(old: Job, new: Job) -> list[str]:
+    """Returns, as `changed_values` does, what makes the losses of two jobs differ by more than rounding."""
+    changed = changed_values(old, new)
+    return [text for key, text in changed.items() if _matches(key, RESULT_KEYS) or not _matches(key, RESUMABLE_KEYS)]
+
+
 def check_same_run(old: Job, new: Job) -> None:
     """Raises JobError if the jobs differ in a key that --resume may not change."""
-    before, after = _flatten(old), _flatten(new)
-    changed = [key for key in before if before[key] != after.get(key) and not _matches(key, RESUMABLE_KEYS)]
+    changed = [key for key in changed_values(old, new) if not _matches(key, RESUMABLE_KEYS)]
     if changed:
         allowed = f"it may change only {', '.join(RESUMABLE_KEYS)}"
         raise JobError(f"--resume continues the same run, but {', '.join(changed)} would change; {allowed}.")
