@@ -72,7 +72,10 @@ class StateChecksums:
         self.keeps_full_weights = isinstance(engine.data, Zero1)  # of which each rank updates a shard
 
     def _copy_kinds_of(self, param_shard: ParamShard, tied: list[str]) -> frozenset[str]:
-        is_copied = {"expert_replicas" if param_shard.is_expert else "replicas": param_shard.replica_axis is not None,
+        is_whole = not param_shard.shape and self.engine.mesh["fsdp"].size > 1  # a scalar, which no rank shards
+        is_copied = {"expert_replicas" if param_shard.is_expert else "replicas":
+                         param_shard.replica_axis is not None and not is_whole,
+                     "full_weights": is_whole,
                      "tensor": param_shard.tensor_dim is None and self.engine.mesh["tensor"].size > 1,
                      # It is 2 in a V-shaped schedule, where one rank has both stages.
                      "tied": tied.count(param_shard.name) == 1}  # fmt: skip
@@ -93,11 +96,11 @@ class StateChecksums:
         return tracked
 
     def states(self) -> list[TrackedTensor]:
-        """Returns the optimizer states. Scalars, the step counts, come last as one tensor."""
+        """Returns the optimizer states. The step counts come last as one tensor."""
         tracked, scalars = [], list[Tensor]()
         for _, param_shard, kinds in self.entries:
             for key, value in self.optimizer.state.get(param_shard.tensor, {}).items():
-                if value.dim():
+                if value.dim() or (not param_shard.shape and key != "step"):
                     tracked.append(TrackedTensor(f"optimizer state {key} of {param_shard.name}", value, kinds))
                 else:
                     scalars.append(value)

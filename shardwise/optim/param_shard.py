@@ -3,8 +3,8 @@
 After the backward, everything works on parameter shards: gradient reduction, norm, clipping, optimizer, checkpoint,
 verify. A parameter is split over the tensor axis along `tensor_dim`, or replicated there, and the result may be sharded
 over the fsdp axis, along its first dimension or, of a stack of matrices, one that divides evenly. All splits are those
-of `torch.chunk`. `offset_and_shape` locates a shard in the full parameter, which is how shards are initialized, saved,
-loaded and compared."""
+of `torch.chunk`. A parameter without dimensions is whole on every rank. `offset_and_shape` locates a shard in the full
+parameter, which is how shards are initialized, saved, loaded and compared."""
 
 from dataclasses import dataclass
 from typing import ClassVar

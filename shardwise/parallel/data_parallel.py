@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.comm.collectives import SINGLE_RANK, Axis, all_gather, all_reduce, all_reduce_coalesced, reduce_scatter
+from shardwise.comm.collectives import Axis, all_gather, all_reduce, all_reduce_coalesced, reduce_scatter
 from shardwise.errors import RunError
 from shardwise.models.chain import Chain
 from shardwise.optim.param_shard import ParamShard
@@ -55,7 +55,9 @@ class DataParallel:
             for name, weight in chain.named_unique_parameters():
                 shape, tensor_dim, expert = specs[name]
                 axis = self.mesh["expert_replicas" if expert else "fsdp"]
-                splits = [(tensor_dim, self.mesh["tensor"]), (0, self.mesh["expert"] if expert else SINGLE_RANK)]
+                splits: list[tuple[int | None, Axis]] = [(tensor_dim, self.mesh["tensor"])]
+                if expert:
+                    splits.append((0, self.mesh["expert"]))
                 if weight.requires_grad or isinstance(weight, DTensor):  # others are frozen, and whole on every rank
                     splits.append((self.sharded_dim(weight, axis), axis))
                 sharded_dims = tuple((dim, over) for dim, over in splits if dim is not None and over.size > 1)
@@ -65,6 +67,8 @@ class DataParallel:
                     continue
                 replicas = self.mesh["replicate" if expert else "replicas"]
                 num_replicas = replicas.size * (self.mesh["tensor"].size if tensor_dim is None else 1)
+                if is_scalar(weight):
+                    num_replicas *= axis.size
                 if self.mesh["pipeline"].size > 1 and name in chain.sharding_plan.tied_parameters:
                     num_replicas *= 2  # on the first and on the last stage
                 param_shard = ParamShard(name, self.local_shard(weight, axis), shape, sharded_dims, num_replicas,
@@ -73,9 +77,11 @@ class DataParallel:
                 self.param_pairs.append((weight, param_shard))
         return [param_shard for _, param_shard in self.param_pairs]
 
-    def sharded_dim(self, weight: Tensor, axis: Axis) -> int:
+    def sharded_dim(self, weight: Tensor, axis: Axis) -> int | None:
         """Returns the dimension along which the ranks of an axis shard a weight: the first, unless it is a stack of
-        matrices, such as experts, whose number they do not divide, but another dimension."""
+        matrices, such as experts, whose number they do not divide, but another dimension. None: a scalar has none."""
+        if is_scalar(weight):
+            return None
         is_uneven = weight.dim() == 3 and weight.shape[0] % axis.size > 0 and self.compressor is None
         return next((dim for dim in (1, 2) if is_uneven and weight.shape[dim] % axis.size == 0), 0)
 
@@ -95,8 +101,17 @@ class DataParallel:
         """Sums gradients over all samples and sets the gradient of each parameter shard."""
         for weight, param_shard in self.param_pairs:
             if weight.grad is None and param_shard.tensor.grad is None:  # the hook may have accumulated it already
-                raise RunError(f"the parameter {param_shard.name} got no gradient in this step.")
+                self._take_zero_gradient(weight, param_shard)
         self.sum_gradients()
+
+    def _take_zero_gradient(self, weight: nn.Parameter, param_shard: ParamShard) -> None:
+        """Gives a parameter that this step did not use the gradient zero, if no other rank could have used it."""
+        if self.mesh["world"].size > 1:
+            raise RunError(
+                f"the parameter {param_shard.name} got no gradient in this step, though it got one when the forward "
+                "was tried on an example batch; let every forward use it, if only times zero, or use one process."
+            )
+        weight.grad = torch.zeros_like(weight)
 
     def sync_weights(self) -> None:
         """Frees the gradients and makes the updated weights available on every rank."""
@@ -115,6 +130,24 @@ class DataParallel:
 
     def gather_weights(self) -> None:
         """Makes the updated shards available on every rank."""
+
+    def sum_scalar_gradients(self) -> None:
+        """Sums the gradients of scalars, which every rank of the fsdp axis keeps whole, over all ranks with samples."""
+        scalars = [(weight, param_shard) for weight, param_shard in self.param_pairs if is_scalar(weight)]
+        gradients = []
+        for weight, param_shard in scalars:
+            assert weight.grad is not None, "checked in reduce_gradients"
+            param_shard.tensor.grad = weight.grad
+            gradients.append(weight.grad)
+
+        for axis in ("fsdp", "replicas"):
+            all_reduce_coalesced(gradients, self.mesh[axis])
+
+
+def is_scalar(weight: Tensor) -> bool:
+    """Whether a parameter has no dimension, such as the temperature of a contrastive loss. Nothing can be split of it:
+    every rank keeps it, sums its gradient and updates it."""
+    return weight.dim() == 0
 
 
 class SingleProcess(DataParallel):
@@ -156,15 +189,16 @@ def _accumulate(master: Tensor, weight: Tensor) -> None:
 
 class Zero1(DataParallel):
     def local_shard(self, weight: nn.Parameter, axis: Axis) -> Tensor:
-        if axis.size == 1:
-            return weight
         dim = self.sharded_dim(weight, axis)
+        if axis.size == 1 or dim is None:
+            return weight
         return weight.detach().narrow(dim, *axis.span(weight.shape[dim])).contiguous()
 
     def reduction_groups(self) -> Iterator[tuple[Axis, Axis, ParamPairs]]:
-        """Yields (shard axis, replica axis, weights that ranks share); experts split over ranks have their own axes."""
+        """Yields (shard axis, replica axis, weights that ranks share); experts split over ranks have their own axes.
+        Scalars are in no group: their gradients are summed by `sum_scalar_gradients`."""
         for expert, axis, replicas in ((False, "fsdp", "replicas"), (True, "expert_replicas", "replicate")):
-            pairs = [pair for pair in self.param_pairs if pair[1].is_expert == expert]
+            pairs = [pair for pair in self.param_pairs if pair[1].is_expert == expert and not is_scalar(pair[0])]
             if pairs and max(self.mesh[axis].size, self.mesh[replicas].size) > 1:
                 yield self.mesh[axis], self.mesh[replicas], pairs
 
@@ -172,6 +206,7 @@ class Zero1(DataParallel):
     def sum_gradients(self) -> None:
         for shard, replicas, pairs in self.reduction_groups():
             self._reduce_pairs(shard, replicas, pairs)
+        self.sum_scalar_gradients()
 
     def _reduce_pairs(self, shard: Axis, replicas: Axis, pairs: ParamPairs) -> None:
         compressed = [pair for pair in pairs if self.should_compress(pair[1])]
@@ -214,7 +249,9 @@ class Zero1(DataParallel):
 
     def _padded_shard_numel(self, weight: Tensor, shard: Axis) -> int:
         """Returns the elements of a weight's largest shard; smaller shards are padded to it."""
-        length = weight.shape[self.sharded_dim(weight, shard)]
+        dim = self.sharded_dim(weight, shard)
+        assert dim is not None, "scalars are in no reduction group"
+        length = weight.shape[dim]
         return -(-length // shard.size) * (weight.numel() // length)
 
     @torch.no_grad()

@@ -19,7 +19,7 @@ from shardwise.job import GradientConfig
 from shardwise.layout import BatchSplit, Layout
 from shardwise.models.chain import Chain
 from shardwise.optim.param_shard import ParamShard
-from shardwise.parallel.data_parallel import DDP, DataParallel, SingleProcess, Zero1, all_reduce_gradients
+from shardwise.parallel.data_parallel import DDP, DataParallel, SingleProcess, Zero1, all_reduce_gradients, is_scalar
 from shardwise.parallel.gradient_reduction import CompressionSpec, Compressor
 from shardwise.parallel.mesh import Mesh
 from shardwise.parallel.precision import Precision
@@ -49,7 +49,15 @@ def param_groups(module: FSDPModule) -> list[Any]:
 
 def finish_backward(root: FSDPModule) -> None:
     """Reduces gradients and reshards weights, which FSDP does by itself only at the end of a full backward."""
-    fully_shard.state(root)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+    state: Any = fully_shard.state(root)  # type: ignore[attr-defined]
+    context = state._state_ctx
+
+    # PyTorch 2.15 opens an iteration when gradients arrive at FSDP's outputs and closes it with this call, which must
+    # find one open. The weight half starts inside: after another micro-batch's weight half, none is open.
+    if getattr(context, "manual_backward_finalization_active", False) is None:
+        context.manual_backward_finalization_active = False
+
+    state._root_post_backward_final_callback()
 
 
 class FSDP(DataParallel):
@@ -57,6 +65,8 @@ class FSDP(DataParallel):
         super().__init__(chains, mesh, *args)
         self.shapes = {name: weight.shape for chain in chains for name, weight in chain.named_unique_parameters()}
         """Shapes of this tensor rank's weights before FSDP shards them."""
+        self.scalars = {weight for chain in chains for weight in chain.parameters() if is_scalar(weight)}
+        """FSDP splits rows and refuses what has none, so these stay plain parameters, whole on every rank."""
         has_split_experts, device_mesh = mesh.layout.expert_ranks > 1, mesh.fsdp_mesh()
         expert_mesh = mesh.fsdp_mesh(experts=True) if has_split_experts else device_mesh
         for chain in chains:
@@ -79,8 +89,20 @@ class FSDP(DataParallel):
         compress_over_replicas = self.compressor is not None and self.mesh.layout.replicate > 1
         if compress_over_replicas:
             mesh = mesh["shard"]  # we all-reduce over replicas, compressed
-        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy,
-                    shard_placement_fn=lambda weight: Shard(self.sharded_dim(weight, axis)))  # fmt: skip
+
+        def placement(weight: nn.Parameter) -> Shard:
+            dim = self.sharded_dim(weight, axis)
+            assert dim is not None, "FSDP does not see scalars"
+            return Shard(dim)
+
+        fully_shard(
+            module,
+            mesh=mesh,
+            reshard_after_forward=reshard,
+            mp_policy=policy,
+            shard_placement_fn=placement,
+            ignored_params=self.scalars,
+        )
         assert isinstance(module, FSDPModule)
         for group in param_groups(module):  # their waits are reported to the axis's step timer
             group.__class__, group.timed_axis = TimedParamGroup, axis
@@ -106,12 +128,17 @@ class FSDP(DataParallel):
         all_reduce_gradients(self, gradients, self.mesh["replicate"])
 
     def local_shard(self, weight: nn.Parameter, axis: Axis) -> Tensor:
+        if is_scalar(weight):
+            return weight
         return _to_local(weight.detach())
 
+    @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Sets the local gradients, which FSDP has reduced after each backward."""
+        """Sets the local gradients, which FSDP has reduced after each backward, and sums those of scalars."""
         for weight, param_shard in self.param_pairs:
-            param_shard.tensor.grad = _to_local(weight.grad)
+            if not is_scalar(weight):
+                param_shard.tensor.grad = _to_local(weight.grad)
+        self.sum_scalar_gradients()
 
     def gather_weights(self) -> None:
         for chain in self.chains:

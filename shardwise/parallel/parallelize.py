@@ -20,7 +20,7 @@ from shardwise.models.quantize import BLOCK, drop_weight, store_weight, whole_bl
 from shardwise.optim.param_shard import ParamShard, init_param_shard
 from shardwise.parallel import batch_norm, context, expert, local_sgd, recompute, tensor
 from shardwise.parallel.activation_offload import ActivationOffload
-from shardwise.parallel.data_parallel import ParamSpecs
+from shardwise.parallel.data_parallel import ParamSpecs, is_scalar
 from shardwise.parallel.engine import Engine
 from shardwise.parallel.fsdp import is_single_process, make_data_parallel, uses_fsdp
 from shardwise.parallel.mesh import Mesh
@@ -100,13 +100,15 @@ def parallelize(prepared: Prepared, device: torch.device, memory: AbstractContex
         experts = expert.apply(chain, layout, mesh)
         for name, dim in tensor.apply(chain, mesh["tensor"]).items():
             param_specs[name] = (prepared.shapes[name], dim, name in experts)
+        batch_norm.apply(chain, mesh["data"])
 
     fully_sharded = uses_fsdp(layout)
     offload = ActivationOffload(device) if job.offload_activations else None
     quantized = [] if fully_sharded else [shard for chain in chains for shard in drop_frozen(chain, param_specs, mesh)]
     for chain in chains:
-        if not fully_sharded and not single_process:
-            precision.apply(chain)
+        if not single_process:
+            # FSDP casts by its own policy what it shards: all but the scalars.
+            precision.apply(chain, is_scalar if fully_sharded else None)
         chain.pass_sample_ids()
         recompute.apply(chain, layout)
         if job.should_compile(device.type, layout):
@@ -125,14 +127,14 @@ def parallelize(prepared: Prepared, device: torch.device, memory: AbstractContex
     with memory or nullcontext():
         for chain in chains:
             chain.to_empty(device=device)
-            if not fully_sharded:
-                chain.tie_weights()  # `to_empty` allocates tied weights separately; FSDP keeps them tied
+            # `to_empty` allocates tied weights separately; FSDP keeps those tied that it shards.
+            chain.tie_weights(is_scalar if fully_sharded else None)
             configure_modules(chain, job.model, device, precision.compute_dtype, pipelined=layout.pipeline > 1,
                               use_fp8=precision.use_fp8, loss_chunk_size=job.loss.chunk_size,
                               aux_loss_scale=aux_loss_scale)  # fmt: skip
             chain.configure(device, precision.compute_dtype, layout.tensor)
             context.apply(chain, layout, mesh, job.model.length, device)
-            batch_norm.apply(chain, mesh["data"])
+            batch_norm.reset_statistics(chain)
         param_shards = data.make_param_shards(param_specs)
         if memory is None:
             for layer, frozen in quantized:

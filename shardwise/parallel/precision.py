@@ -3,6 +3,7 @@
 Weights, reduced gradients and optimizer state are in the master dtype. Modules see weights cast to the compute dtype in
 every layout: by FSDP's mixed-precision policy if FSDP shards the weights, by a parametrization otherwise."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -22,14 +23,16 @@ class Precision:
         self.is_mixed = self.compute_dtype != self.master_dtype
         self.use_fp8 = name == "fp8"  # whether the linear layers of the blocks run in fp8 (`shardwise.models.fp8`)
 
-    def apply(self, chain: Chain) -> None:
-        """Makes every module read its parameters in the compute dtype."""
+    def apply(self, chain: Chain, applies_to: Callable[[Tensor], bool] | None = None) -> None:
+        """Makes every module read its parameters, or those of a kind, in the compute dtype."""
         if self.is_mixed:
             # One object for all modules: the compiler guards on it, so another would recompile every block.
             cast = partial(torch.Tensor.to, dtype=self.compute_dtype)
             for part in chain.computing_modules():
-                for name in part._parameters:
-                    parametrize(part, name, cast)
+                for name, parameter in part._parameters.items():
+                    is_meant = applies_to is None or (parameter is not None and applies_to(parameter))
+                    if is_meant:
+                        parametrize(part, name, cast)
 
 
 class LossScale:

@@ -28,6 +28,7 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from shardwise.errors import CheckpointError, RunError
@@ -128,6 +129,7 @@ class CheckpointManager:
             return None
         path, group, index = choice.path, self.group, dcp_storage.read_index(choice.path)
         shapes = {f"weights.{param_shard.name}": param_shard.shape for param_shard in engine.param_shards}
+        shapes |= {name: piece.shape for name, piece in _written_weights(engine).items()}
         check_matches_model(path, index, shapes, group)
         restore(index, engine, optimizer, lambda pieces: read_pieces(path, index, pieces, group))
         return choice.manifest["state"]
@@ -244,10 +246,13 @@ class CheckpointManager:
         checkpoint_folder.remove_partials(self.folder)
 
     def _remove_after(self, step: int) -> None:
+        store = self.store
+        if store is not None and store.checkpoints != self.folder:
+            store = None  # `best` is not copied to the store
         for number, path in list_checkpoints(self.folder):
             if number > step:
-                if self.store is not None:
-                    self.store.undone_mark(path.name).touch()
+                if store is not None:
+                    store.undone_mark(path.name).touch()
                 checkpoint_folder.remove_checkpoint(path)
 
 
@@ -273,6 +278,7 @@ def collect_pieces(engine: Engine, optimizer: Optimizer) -> Pieces:
                 offsets[dim], sizes[dim], full_shape[dim] = 0, 1, 1
             assert list(value.shape) == sizes, f"{name}: its shape {list(value.shape)} is not its weight's, {size}"
             pieces[name] = CheckpointPiece(value, tuple(offsets), torch.Size(full_shape))
+    pieces |= _written_weights(engine)
     buffers = [named for chain in engine.chains for named in chain.named_buffers()]  # identical on every rank
     whole = {f"buffers.{name}": value for name, value in buffers if not name.endswith(FROZEN_BUFFERS)}
     whole |= {f"scale.{key}": value for key, value in engine.scale.state().items()} if engine.scale.dynamic else {}
@@ -283,6 +289,19 @@ def collect_pieces(engine: Engine, optimizer: Optimizer) -> Pieces:
                 start = param_shard.offset_and_shape[0]
                 pieces[f"outer.{param_shard.name}.{key}"] = CheckpointPiece(value, start, param_shard.shape)
     return pieces | error_feedback.error_feedback_pieces(engine)
+
+
+def _written_weights(engine: Engine) -> Pieces:
+    """Returns this rank's shards of frozen weights that the forward changes: others have their initial values."""
+    pieces: Pieces = {}
+    for chain in engine.chains:
+        weights = dict(chain.named_unique_parameters())
+        for shard in engine.data.frozen_shards:
+            if shard.name in chain.written_weights and shard.name in weights:
+                weight = weights[shard.name].detach()  # the forward may have given it another storage
+                local = weight.to_local() if isinstance(weight, DTensor) else weight
+                pieces[f"weights.{shard.name}"] = CheckpointPiece(local, shard.offset_and_shape[0], shard.shape)
+    return pieces
 
 
 def sharded_optimizer(optimizer: Optimizer) -> ShardedOptimizer | None:
@@ -331,6 +350,13 @@ def init_optimizer_state(index: Index, optimizer: Optimizer, param_shards: list[
         if kind == "optimizer":
             owner, _, key = rest.rpartition(".")
             entries.setdefault(owner, {})[key] = entry
+    # Such as the step: one number for a whole weight. A scalar's own moments have no dimension either.
+    counts = {"step"}
+    for param_shard in param_shards:
+        if param_shard.shape:
+            saved = entries.get(param_shard.name, {})
+            counts.update(key for key, entry in saved.items() if not entry["shape"])
+
     step_on_device = {id(p): g.get("fused") or g.get("capturable") for g in optimizer.param_groups for p in g["params"]}
     sharded = sharded_optimizer(optimizer)
     for param_shard in param_shards:
@@ -338,7 +364,7 @@ def init_optimizer_state(index: Index, optimizer: Optimizer, param_shards: list[
         state.clear()
         for key, entry in entries.get(param_shard.name, {}).items():
             size, dtype, device = list(weight.shape), dcp_storage.dtype_of(entry), weight.device
-            if not entry["shape"]:  # the step count: only fused and capturable optimizers keep it on the device
+            if key in counts and not entry["shape"]:  # only fused and capturable optimizers keep it on the device
                 state[key] = torch.zeros((), dtype=dtype, device=device if step_on_device.get(id(weight)) else "cpu")
                 continue
             if entry["dtype"] == index[f"weights.{param_shard.name}"]["dtype"]:
