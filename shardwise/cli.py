@@ -60,6 +60,9 @@ def train(
     address: Annotated[str | None, Option(metavar="HOST:PORT", help="Multi-node: address of node 0.")] = None,
     proof: Annotated[bool, Option(help="First verify the layout of a model not built in; --no-proof skips it.")] = True,
     accept_data_change: Annotated[bool, Option("--accept-data-change", help="Resume with changed data.")] = False,
+    accept_task_change: Annotated[
+        bool, Option("--accept-task-change", help="Resume a module of your own whose task has changed.")
+    ] = False,
     strict: Annotated[bool, Option("--strict", help="Refuse suspicious settings.")] = False,
 ) -> Answer:
     """Trains a job. Without a job file, trains the built-in demo on this machine."""
@@ -83,7 +86,8 @@ def train(
 
     folder, is_finished = start_training(
         job_file, overrides, resume, print_line, continue_run, environment=detect(node, address),
-        check=prove if proof else None, accept_data_change=accept_data_change, strict=strict,
+        check=prove if proof else None, accept_data_change=accept_data_change,
+        accept_task_change=accept_task_change, strict=strict,
     )  # fmt: skip
     if continue_run and not is_finished:
         raise typer.Exit(EXIT_UNFINISHED)

@@ -16,20 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.adapters.module_family import register_task, stop_if_collecting
-from shardwise.adapters.task import Callback, DatasetSource, Task
+from shardwise.adapters.module_family import meta_chain, register_task, stop_if_collecting
+from shardwise.adapters.task import Callback, DatasetSource, NumberedStream, Task
 from shardwise.cluster import find_cluster
 from shardwise.console import print_line
+from shardwise.data.input_files import MAX_SHOWN
 from shardwise.errors import JobError, ShardwiseError
 from shardwise.job import Job, make_job
 from shardwise.launch.start import start_job
 from shardwise.layout import Layout
-from shardwise.parallel.prepare import prepare
+from shardwise.parallel.prepare import meta_model, prepare
 from shardwise.planner.plan import Plan, make_plan
-from shardwise.train.checkpoint_folder import CheckpointGroup
-from shardwise.train.export import open_checkpoint
+from shardwise.train.checkpoint_folder import CheckpointGroup, valid_checkpoints
+from shardwise.train.export import Export, open_checkpoint
 from shardwise.train.loop import make_engine
 from shardwise.train.run_folder import RunFolder
+from shardwise.train.task_record import changes_of_data, changes_of_task, describe_task, load_record
 from shardwise.train.validate import validate
 from shardwise.train.warm_start import load_into
 from shardwise.verify.command import prove
@@ -67,6 +69,7 @@ class Trainer:
                  settings: Mapping[str, Any] | None = None):  # fmt: skip
         """`model`: a class or function that builds the module, or a module, whose weights are kept. `loss`, `data`,
         `collate`, `count` and `inputs`: see `shardwise.Task`. `batch`: samples per step over all processes.
+        `validation`: a dataset, all of which is validated on unless `settings` give `validation.samples`.
         `optimizer`: a name, or a class like those of `torch.optim`. `lr`: the peak learning rate, or a function of the
         step. `metrics`: functions of output and target for validation. `trunk` and `plan`: the list of blocks and the
         tensor plan, if they are not found. `settings`: any other keys of a job, such as `{"checkpoint": {"every": 9}}`.
@@ -92,18 +95,60 @@ class Trainer:
             values["steps"] = steps
         for key, value in (settings or {}).items():
             values[key] = {**values.get(key, {}), **value} if isinstance(value, Mapping) else value
+        values["validation"] = self._validation_section(values.get("validation", {}))
         self.job: Job = make_job(values, "Trainer")
         self.run: Run | None = None
 
-    def fit(self, resume: str | Path | None = None, proof: bool = True) -> Run:
-        """Trains to the end and returns the run. `resume` continues the run in that folder, in any layout. Without
-        `proof`, the layout is not compared with one process first."""
+    def _validation_section(self, given: Any) -> Any:
+        """Returns the `[validation]` section: where it has no number of samples, the whole validation dataset counts.
+
+        The default of a job is meant for what it holds out of its `[data]`; a dataset was chosen to be validated on. Of
+        a stream, whose length nobody knows, the default remains."""
+        dataset = self.task.validation
+        if dataset is None or self.task.reads_tokens or isinstance(dataset, NumberedStream):
+            return given
+        if not isinstance(given, Mapping) or "samples" in given or not len(dataset):
+            return given
+        return {**given, "samples": len(dataset)}
+
+    def fit(self, resume: str | Path | None = None, proof: bool = True, accept_changes: bool = False) -> Run:
+        """Trains to the end and returns the run. `resume` continues the run in that folder, in any layout; its module,
+        loss, optimizer, schedule and data must be those that it began with, unless `accept_changes`: then they may have
+        changed in the script that began it. Without `proof`, the layout is not compared with one process first."""
         stop_if_collecting()
-        job, path = self.job, None if resume is None else Path(resume)
+        job = self.job
+        path = None if resume is None else Path(resume)
         if path is not None:
-            job = job.model_copy(update={"model": RunFolder.open(path).job().model})  # the command line may differ
-        self.run = Run(start_job(job, print_line, path, check=prove if proof else None).path)
+            folder = RunFolder.open(path)
+            model = folder.job().model  # the command line may differ
+            if model.name != self.job.model.name:
+                self._check_own_task(folder)
+            job = job.model_copy(update={"model": model})
+
+        folder = start_job(
+            job,
+            print_line,
+            path,
+            check=prove if proof else None,
+            accept_data_change=accept_changes,
+            accept_task_change=accept_changes,
+        )
+        self.run = Run(folder.path)
         return self.run
+
+    def _check_own_task(self, folder: RunFolder) -> None:
+        """Raises JobError if this trainer has another task than a run which another script, or another trainer of this
+        one, has started: going on with that run would train its task, not this one, whatever changes are accepted."""
+        recorded = load_record(folder)
+        if recorded is None:
+            return
+        own = describe_task(self.job, meta_model(self.job.model, self.job.seed))
+        changes = [*changes_of_task(recorded, own, steps_changed=True), *changes_of_data(recorded, own)]
+        if changes:
+            raise JobError(
+                f"{folder.place} was started by {folder.job().model.name} with another task than this trainer has: "
+                f"{'; '.join(changes[:MAX_SHOWN])}. Resume it there, or give this trainer the same."
+            )
 
     def verify(self, layout: str | Sequence[str], steps: int = 3) -> list[VerifyResult]:
         """Compares layouts with the unmodified module in one process, in float64."""
@@ -119,31 +164,44 @@ class Trainer:
 
     def evaluate(self, data: Any) -> dict[str, float]:
         """Returns the mean loss, and the metrics, of the trained weights on a dataset, in one process."""
-        folder = self._folder()
-        job = make_job(self.job.model_dump(exclude_none=True) | {
-            "precision": "float32", "layout": "auto", "batch": {"samples": min(len(data), self.job.samples)},
-            "validation": {"samples": len(data)}, "compile": False})  # fmt: skip
-        engine, saved = make_engine(prepare(job, Layout()), torch.device("cpu")), open_checkpoint(folder)
+        saved = self._saved()
+        model = self.job.model.model_copy(update={"lora": saved.lora})
+        values = self.job.model_copy(update={"model": model}).model_dump(exclude_none=True)
+        batch = {"samples": min(len(data), self.job.samples)}
+        job = make_job({**values, "seed": saved.job.seed, "precision": "float32", "layout": "auto", "batch": batch,
+                        "validation": {"samples": len(data)}, "compile": False})  # fmt: skip
+        engine = make_engine(prepare(job, Layout()), torch.device("cpu"))
         load_into(saved.checkpoint, engine, engine.make_optimizer(job), CheckpointGroup())
-        return validate(engine, job, DatasetSource(self.task, data), None) or {}
+        return validate(engine, job, DatasetSource(self.task, data, meta_chain(job.model).spec), None) or {}
 
     def module(self) -> nn.Module:
         """Returns the module with the weights of the newest checkpoint, on the CPU."""
-        return open_checkpoint(self._folder()).load(torch.float32)
+        return self._saved().load(torch.float32)
 
     def save(self, path: str | Path) -> None:
         """Saves the trained weights as a PyTorch state dict."""
         torch.save(self.module().state_dict(), path)
 
     def load(self, path: str | Path) -> None:
-        """Takes the run in this folder, for `module`, `evaluate`, `save` and `fit(resume=...)`."""
-        self.run = Run(RunFolder.open(Path(path), weights=True).path)
+        """Takes the run in this folder, for `module`, `evaluate`, `save` and `fit(resume=...)`. Raises CheckpointError
+        if it has trained another module than this trainer's."""
+        stop_if_collecting()
+        folder = RunFolder.open(Path(path), weights=True)
+        if valid_checkpoints(folder.checkpoints):
+            self._open(folder)
+        self.run = Run(folder.path)
 
-    def _folder(self) -> RunFolder:
+    def _saved(self) -> Export:
+        """Returns the newest checkpoint of the run, to be loaded into the module of this trainer."""
         stop_if_collecting()
         if self.run is None:
             raise JobError("there are no trained weights yet; call fit(), or load(FOLDER) for an earlier run.")
-        return RunFolder.open(self.run.folder)
+        return self._open(RunFolder.open(self.run.folder))
+
+    def _open(self, folder: RunFolder) -> Export:
+        """Opens the newest checkpoint of a run, whose script may have made another module."""
+        lora = folder.job().model.lora
+        return open_checkpoint(folder, model=self.job.model.model_copy(update={"lora": lora}))
 
 
 def _report_user_errors() -> None:

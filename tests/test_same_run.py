@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +24,23 @@ import psutil
 import pytest
 import torch
 from pydantic import BaseModel
+from suite.report import REAL_PYTHON
 
+from shardwise.cli import main
 from shardwise.data.input_files import DataRecord
 from shardwise.data.make_sources import make_sources
 from shardwise.data.sample_stream import SampleStream
 from shardwise.data.tokenizer import train_bpe
 from shardwise.errors import CheckpointError, DataError, JobError, RunError
-from shardwise.job import Job, make_job
+from shardwise.files import create_text, write_text
+from shardwise.job import Job, load_job, make_job
 from shardwise.launch.start import start_training
 from shardwise.layout import Layout
 from shardwise.models.registry import families
 from shardwise.parallel.prepare import prepare
 from shardwise.train.loop import TrainingLoop
 from shardwise.train.run_folder import RunFolder, check_none_lost
+from shardwise.watch.report_page import write_report
 from shardwise.workers import run_owner
 from shardwise.workers.diagnosis import read_heartbeats
 from shardwise.workers.run_owner import own_run
@@ -159,7 +166,7 @@ def test_a_launcher_owns_its_run_and_its_workers_end_with_it(tmp_path: Path) -> 
     (tmp_path / "job.toml").write_text(JOB_TOML)
     run = tmp_path / "run"
     launcher = subprocess.Popen(
-        [sys.executable, "-m", "shardwise", "train", "job.toml", "--set", "steps=1000000"], cwd=tmp_path, text=True,
+        [REAL_PYTHON, "-m", "shardwise", "train", "job.toml", "--set", "steps=1000000"], cwd=tmp_path, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_text().splitlines()) < 3:
@@ -175,6 +182,130 @@ def test_a_launcher_owns_its_run_and_its_workers_end_with_it(tmp_path: Path) -> 
     with own_run(run, print):  # waits for the workers
         assert [run_owner._began(worker.pid) for worker in workers] == [-1, -1, -1]
     launcher.communicate()
+
+
+# The folder and its job.toml: there whole, or not at all
+
+
+def fill_disk(descriptor: int) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def kill_myself(descriptor: int) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("cut", [fill_disk, kill_myself])
+def test_a_creation_that_is_cut_leaves_no_run(
+    cut: Callable[[int], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make_job({"run": {"folder": str(tmp_path / "run")}})
+    pid = os.fork()
+    if not pid:
+        monkeypatch.setattr(os, "fsync", cut)
+        with suppress(JobError):
+            RunFolder.create(job)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert not RunFolder.exists(str(tmp_path / "run"))
+    assert RunFolder.create(job).job() == job
+
+
+def create(arguments: tuple[Path, str]) -> bool:
+    try:
+        create_text(*arguments)
+    except FileExistsError:
+        return False
+    return True
+
+
+def test_of_several_that_create_a_file_one_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    texts = [f"{number}\n" * 9999 for number in range(16)]
+    with multiprocessing.get_context("fork").Pool(8) as pool:
+        created = pool.map(create, [(path, text) for text in texts], chunksize=1)
+    assert sum(created) == 1
+    assert path.read_text() == texts[created.index(True)]
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)  # a file system without hard links
+    assert not create((path, "other"))
+    assert create((tmp_path / "new", "text"))
+    assert (tmp_path / "new").read_text() == "text"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["file", "new"]
+
+
+READERS = (
+    "train --resume run", "train job.toml --continue", "train job.toml", "report run", "doctor run", "trace run",
+    "train job.toml --set model.weights=run --set run.folder=other", "compare run run", "sample run",
+    "export run out", "merge run out", "eval run --data job.toml", "laws fit run",
+)  # fmt: skip
+CUT_SHORT = "job.toml is empty, but a run begins with its whole job: .*; remove run/job.toml and start the run again"
+NO_JOBS = {
+    "": CUT_SHORT,
+    "# a comment": CUT_SHORT,
+    "steps = 3\nlayout = 'auto'\n[model]\nwidth = 8\n": "job.toml is not the job of a run: it lacks seed, .*model.name",
+    "[tool.other]\nname = 'x'\n": "job.toml is not the job of a run: it lacks seed, layout, .* every key",
+}
+
+
+@pytest.mark.parametrize("command", READERS)
+def test_an_empty_or_foreign_job_is_a_sentence(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text(JOB_TOML.replace("shard=2", "replicate=1"))
+    Path("run").mkdir()
+    monkeypatch.setattr("shardwise.launch.start.ForkServer", NoForkServer)
+    for text, sentence in NO_JOBS.items():
+        Path("run/job.toml").write_text(text)
+        monkeypatch.setattr(sys, "argv", ["shardwise", *command.split()])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr().err
+        assert ended.value.code == 2
+        assert re.fullmatch(f"shardwise: .*{sentence}.*\n", said), said
+        assert [path.name for path in Path("run").iterdir()] == ["job.toml"]
+
+
+def test_an_empty_job_of_a_run_with_a_history_is_to_be_restored(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text("")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    with pytest.raises(JobError, match="job.toml is empty, but a run's has the whole job; restore it"):
+        RunFolder.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [("caf\udce9", "run.folder: 'caf\\udce9' is not valid UTF-8, in which a run keeps its job; rename"),
+     ("two\nlines", "folder = 'two\\nlines' has a line break or another character that cannot be printed"),
+     ("\0", "run.folder: it contains a NUL character"), ("l" * 300, "ile name too long")],
+)  # fmt: skip
+def test_a_name_that_cannot_be_kept_is_refused_before_there_is_a_folder(
+    name: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("job.toml").write_text(JOB_TOML)
+    for resume_if_exists in (False, True):
+        with pytest.raises(JobError) as refused:
+            job = load_job(Path("job.toml"), [f"run.folder={name}"])
+            if resume_if_exists:
+                RunFolder.exists(job.run.folder)
+            RunFolder.create(job)
+        assert sentence in str(refused.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["job.toml"]
+
+
+def test_a_run_whose_folder_was_given_such_a_name_is_read(tmp_path: Path) -> None:
+    run = RunFolder.create(make_job({"run": {"folder": str(tmp_path / "run")}}))
+    name = tmp_path / "caf\udce9\nau lait"
+    run.path.rename(name)
+    assert "caf\\udce9" in write_report(name).read_text()
+    with pytest.raises(JobError, match="cannot be written: .* is not valid UTF-8; rename the file or folder"):
+        write_text(tmp_path / "text", f"in {name}")
+    assert not (tmp_path / "text").exists()
 
 
 # The same data, tokenizer, job and history: the whole road in this process, without workers

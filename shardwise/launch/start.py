@@ -20,7 +20,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shardwise.comm.collectives import broadcast_json
 from shardwise.console import fill_in, pluralize, print_line
@@ -28,7 +27,7 @@ from shardwise.data.input_files import BadRecords, DataRecord
 from shardwise.data.make_sources import Sources, make_sources
 from shardwise.data.sample_stream import Source
 from shardwise.data.tokenizer import HuggingFaceTokenizer
-from shardwise.errors import EXIT_UNFINISHED, JobError, LayoutError, RunError, UserError
+from shardwise.errors import EXIT_UNFINISHED, JobError, LayoutError, RunError, ShardwiseError, StoppedError, UserError
 from shardwise.files import write_text
 from shardwise.job import Job, RunConfig, load_job
 from shardwise.launch.cluster_environment import ClusterEnvironment, detect
@@ -39,12 +38,20 @@ from shardwise.object_store import parse_url
 from shardwise.parallel.prepare import Prepared, prepare
 from shardwise.parallel.tables.table_engine import check_host_memory
 from shardwise.train import local_machine
+from shardwise.train.base_weights import Base, check_base_of_resume
 from shardwise.train.checkpoint_folder import CheckpointGroup
 from shardwise.train.generate import Sampling, sample_run
 from shardwise.train.run_folder import RunFolder, check_history, check_same_run
 from shardwise.train.run_store import RunStore, local_folder
 from shardwise.train.run_uploader import RunUploader, agent_folder
-from shardwise.train.validate import open_validation_sets
+from shardwise.train.task_record import check_resumed_task, describe_task, has_own_task, save_record
+from shardwise.train.validate import (
+    open_validation_sets,
+    refresh_copies,
+    validation_changes,
+    validation_extent,
+    validation_set_names,
+)
 from shardwise.train.warm_start import check_start, name_step
 from shardwise.watch.report_page import print_end_of_run
 from shardwise.workers.fork_server import ForkServer
@@ -72,6 +79,7 @@ class StartOptions:
     environment: ClusterEnvironment = field(default_factory=detect)
     check: Check | None = None
     accept_data_change: bool = False
+    accept_task_change: bool = False
     strict: bool = False  # whether suspicious settings, which `find_warnings` lists, are errors
 
 
@@ -144,19 +152,38 @@ def _start_run(job: Job, say: Say, options: StartOptions, fork_server: ForkServe
                 store.restore(say)
         job = previous_job = name_step(job, None if resumed is None else resumed.job())
         nodes = environment.node.count if environment.node is not None else 1
+        base: Base | None = None
+        warning_of_base = ""
         if resumed is not None:
             previous_job = resumed.job()
             check_same_run(previous_job, job)
             check_history(resumed, job)
+            if environment.is_main:
+                base, warning_of_base = check_base_of_resume(resumed, job)
         layout, record = _plan_layout(job, nodes, environment.world_size)
         check_layout_fits(layout, job, nodes, environment.world_size)
         check_tracker_installed(job.tracker)
         prepared = prepare(job, layout)
         start = check_start(prepared) if resumed is None and environment.is_main else ""
+        if resumed is None and environment.is_main:
+            base = Base.of_new_run(prepared)
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", layout.world // nodes))
         local_machine.require_memory(job, 4 * STATE_COPIES, local_ranks, local_ranks / layout.world)
         check_host_memory(prepared, local_machine.host_memory() / int(os.environ.get("LOCAL_WORLD_SIZE", layout.world)))
         data_record, sources, events = open_data(prepared, resumed, options)
+        if warning_of_base:
+            events.insert(0, ("warning", warning_of_base))
+        task_record = None
+        if environment.is_main and has_own_task(job):
+            task_record = describe_task(job, prepared.model)
+        if task_record is not None and resumed is not None:
+            events += check_resumed_task(
+                resumed,
+                task_record,
+                steps_changed=job.total_steps != previous_job.total_steps,
+                accept_task_change=options.accept_task_change,
+                accept_data_change=options.accept_data_change,
+            )
         if options.check is not None and environment.is_main:
             options.check(prepared, say)
         folder = _open_folder(job, resumed, layout, environment)
@@ -164,9 +191,15 @@ def _start_run(job: Job, say: Say, options: StartOptions, fork_server: ForkServe
             store = _own(folder, say, fork_server, ownership)
         if environment.is_main:
             write_text(folder.path / "job.toml", job.to_toml())
+            if base is not None:
+                base.save(folder)
+            if task_record is not None:
+                save_record(folder, task_record)
             folder.write_plan(record)
             if data_record.is_new:
                 folder.write_data(data_record, *sources)
+            elif data_record.has_other_sets:
+                folder.save_data_record(data_record)
             _print_summary(prepared, say, start)
             say(f"        {record['reason']}")
             if job.total_steps != previous_job.total_steps:
@@ -182,7 +215,7 @@ def _start_run(job: Job, say: Say, options: StartOptions, fork_server: ForkServe
             uploader = RunUploader(store, partial(folder.tell_event, say), job.checkpoint.keep)
             ownership.enter_context(uploader.running())
         launch(folder, layout, resume=resumed is not None, fork_server=fork_server, environment=environment)
-        is_finished = has_finished(folder)
+        is_finished = folder.has_finished
         if environment.is_main:
             print_end_of_run(folder.path, say)
             if is_finished:
@@ -208,13 +241,24 @@ def open_data(
     job, record, events = prepared.job, DataRecord(), list[tuple[str, str]]()
     bad_records = BadRecords(job.data.on_bad_record == "skip")
     if resumed is None:
+        record.choose_sets(validation_set_names(job))
         sources = make_sources(job, bad_records=bad_records, record=record)
     else:
         record = resumed.data_record()
+        record.choose_sets(validation_set_names(job))
+        refresh_copies(job)
+        validation_change = validation_changes(resumed.job(), job)
+        if validation_change:
+            message = (
+                f"{validation_change}; losses before and after do not compare, so validation.patience and "
+                "validation.keep_best take no account of those before."
+            )
+            events.append(("validation_changed", message))
         if options.accept_data_change:
             changes = "; ".join(record.changes()) or "nothing that the fingerprints show"
             events.append(("data_changed", f"the data as it is now is accepted. Changed: {changes}."))
             record = DataRecord(tokenizer=record.tokenizer)
+            record.choose_sets(validation_set_names(job))
         record.check(resumed.path)
         sources = resumed.sources(job, record, bad_records)
         record.check(resumed.path, samples=(len(sources[0]), len(sources[1])))
@@ -222,9 +266,11 @@ def open_data(
         with TemporaryDirectory() as folder:  # the run's own does not have the tokenizer yet
             if isinstance(sources[2], HuggingFaceTokenizer):
                 sources[2].save(Path(folder, "tokenizer.json"))
-            open_validation_sets(job, next(Path(folder).iterdir(), None))
+            open_validation_sets(job, next(Path(folder).iterdir(), None), record)
     if summary := getattr(sources[0], "summary", ""):
         events.append(("data", summary))
+    if extent := validation_extent(job, sources[1]):
+        events.append(("data", extent))
     warnings = [*find_warnings(prepared, *sources[:2]), *filter(None, [bad_records.skipped_text()])]
     if options.strict and warnings:
         raise JobError(f"--strict: {' '.join(warnings)}")
@@ -314,17 +360,17 @@ def launch(
     previous_handlers = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         supervisor.supervise(resume)
-        worker_pool.is_finished = has_finished(folder)
+        worker_pool.is_finished = folder.has_finished
+    except StoppedError:  # it wants to be continued, on every node
+        raise
+    except ShardwiseError as error:
+        worker_pool.failure = error.exit_code
+        raise
     finally:
         worker_pool.close()
         for number, handler in previous_handlers.items():
             signal.signal(number, handler)
     return supervisor.stop_signal
-
-
-def has_finished(folder: RunFolder) -> bool:
-    """Whether the run's last event is `finished`."""
-    return next((event["event"] for event in reversed(list(folder.events()))), "") == "finished"
 
 
 def replan(folder: RunFolder, job: Job, processes: int) -> tuple[str, int]:
@@ -346,8 +392,6 @@ def _run_in_existing_world(folder: RunFolder, layout: Layout, resume: bool) -> N
         if records and records[0]["rank"] == int(os.environ["RANK"]):
             print(f"shardwise: {failure_text(records[0])}", file=sys.stderr, flush=True)
         os._exit(getattr(error, "exit_code", 1))  # peers hang in collectives: a regular exit would wait for them
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def find_warnings(prepared: Prepared, training: Source, held_out: Source) -> list[str]:

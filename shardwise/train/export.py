@@ -36,10 +36,13 @@ from shardwise.models.config import LoRA, ModelConfig
 from shardwise.models.lora import is_transposed, mark_quantized, matches
 from shardwise.models.pretrained import INDEX_FILE, open_folder
 from shardwise.models.sharding import is_adapter
+from shardwise.train.base_weights import check_base_of_use
+from shardwise.train.checkpoint import check_matches_model
 from shardwise.train.checkpoint_folder import CheckpointGroup, find_newest_valid
 from shardwise.train.dcp_storage import Index, Pieces, dtype_name, read_index, read_pieces, read_tensor, weight_pieces
 from shardwise.train.local_machine import require_memory
 from shardwise.train.run_folder import RunFolder, copy_tokenizer_files
+from shardwise.train.task_record import check_module_of_use, has_own_task
 from shardwise.train.warm_start import run_weights
 
 DTYPE_CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
@@ -221,8 +224,11 @@ def write_safetensors(path: Path, entries: Mapping[str, Tensor], values: Iterabl
             del value  # before the next one is read
 
 
-def open_checkpoint(folder: RunFolder, step: str | None = "", dtype: torch.dtype = torch.float32) -> Export:
-    """Returns the newest valid checkpoint of a run, that of a step, or the `best` one."""
+def open_checkpoint(
+    folder: RunFolder, step: str | None = "", dtype: torch.dtype = torch.float32, model: ModelConfig | None = None
+) -> Export:
+    """Returns the newest valid checkpoint of a run, that of a step, or the `best` one, to be loaded into the model of
+    its job or into the `model` given. Raises an error if that is another one than was trained."""
     step = step or ""
     if step not in ("", "best") and not step.isdecimal():
         raise CheckpointError(f"--step {step}: give the number of a step, or best.")
@@ -231,8 +237,28 @@ def open_checkpoint(folder: RunFolder, step: str | None = "", dtype: torch.dtype
     if choice.path is None:
         remedy = "train it with validation.keep_best = true" if step == "best" else "train it first"
         raise CheckpointError(f"{folder.path} has no {'best ' if step else ''}checkpoint; {remedy}.")
+    if model is not None:
+        job = job.model_copy(update={"model": model})
+    check_base_of_use(folder, job)
+    _check_trained(folder, job, choice.path)
     plain = job.model_copy(update={"model": job.model.model_copy(update={"lora": None})})
     return Export(plain, choice.path, choice.manifest["step"], dtype, job.model.lora)
+
+
+def _check_trained(folder: RunFolder, job: Job, checkpoint: Path) -> None:
+    """Raises an error if a module whose code is not ours is another one than the run has trained: what a checkpoint
+    lacks would keep random values."""
+    if not job.model.passes_batch:
+        return
+    chain = job.family.build_on_meta(job.model, job.seed)
+    stored = {
+        f"weights.{name}": weight.shape
+        for name, weight in chain.named_unique_parameters()
+        if weight.requires_grad or name in chain.written_weights
+    }
+    check_matches_model(checkpoint, read_index(checkpoint), stored, CheckpointGroup())
+    if has_own_task(job):
+        check_module_of_use(folder, job, chain)
 
 
 def export_run(run: Path, out: Path, step: str | None, dtype: str, max_file_bytes: int, check: bool = False,
