@@ -1,7 +1,7 @@
 """Activation checkpointing: which activations are saved for the backward and which are recomputed.
 
-docs/how-to/save-memory.md lists the choices; `selective` is `full` for blocks with in-place operators. Dropout is a
-hash of seed and position, so no RNG state needs to be saved or restored.
+docs/how-to/save-memory.md lists the choices; `selective` is `full` for blocks with in-place operators. Our dropout is a
+hash of seed and position, so the state of a generator is saved and restored only for modules that draw from one.
 
 PyTorch's `checkpoint` recomputes a block in every traversal of its graph. Under a split backward that is once for the
 input gradient and once per matmul and norm, 9 forwards instead of 2, and selective checkpointing refuses the second
@@ -50,19 +50,23 @@ def apply(chain: Chain, layout: Layout) -> None:
         if int((number + 1) * keep_fraction) > int(number * keep_fraction):
             continue
         # Replaces the instance's forward, not the module, so parameter names and hooks stay.
+        forward = chain.recomputable(block.forward)
         selective = strict if experts.isdisjoint(block.modules()) else _lenient_contexts
         is_selective = layout.recompute == "selective" and block not in in_place_blocks
         if layout.has_split_backward:
-            block.forward = CheckpointOnce(block.forward, selective if is_selective else noop_context_fn)
+            block.forward = CheckpointOnce(forward, selective if is_selective else noop_context_fn)
         else:
-            block.forward = _checkpointed(block.forward, {"context_fn": selective} if is_selective else {})
+            options: dict[str, Any] = {"preserve_rng_state": chain.differs_between_calls}
+            if is_selective:
+                options["context_fn"] = selective
+            block.forward = _checkpointed(forward, options)
 
 
-def _checkpointed(forward: Callable[..., Any], contexts: dict[str, Any]) -> Callable[..., Any]:
+def _checkpointed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     """Returns the forward under PyTorch's `checkpoint`, as a function: the compiler traces no `partial` of it."""
 
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **contexts, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
 
     return checkpointed
 

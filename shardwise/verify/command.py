@@ -1,11 +1,6 @@
 """`shardwise verify`, `shardwise inspect`, and the proof of a model that is not ours before its first step."""
 
-import hashlib
-import inspect
-import json
-import os
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,23 +9,31 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import shardwise
 from shardwise.adapters.module_chain import KeepFloat64
+from shardwise.cluster import GIB
 from shardwise.console import Answer, fill_in, format_count, pluralize
 from shardwise.errors import JobError, UserError
-from shardwise.files import cache_folder, parse_toml, write_text
+from shardwise.files import parse_toml
 from shardwise.job import BatchConfig, GradientConfig, Job, load_job
 from shardwise.layout import AXES, Layout
 from shardwise.models.chain import init_weights
 from shardwise.models.pretrained import ModuleWeights
-from shardwise.parallel.prepare import Prepared, meta_model, prepare
-from shardwise.train.local_machine import require_memory
+from shardwise.parallel.prepare import Prepared, forward_flops, meta_model, prepare
+from shardwise.train.local_machine import FORKED_PROCESS_BYTES, available_memory, require_memory
 from shardwise.verify.parity import VerifyResult, relative_error, verify
+from shardwise.verify.rounding import RUNS
 
 LAYOUTS = parse_toml(Path(__file__).with_name("layouts.toml").read_text(encoding="utf-8"))
 TOLERANCE = 1e-10  # of the comparison with transformers
 GRADIENT_FLOOR = 1e-6  # norm below which a gradient is compared absolutely
-MAX_PARAMETERS = 100_000_000  # of the model that is compared, in float64 on every rank
+LARGE = 100_000_000  # parameters of a copy whose proof takes minutes
+# Bytes of the proof per parameter, in float64: weight, gradient and Adam's two moments of the reference; those of a
+# rank and its copies of gradients (measured); the record of weights and gradients of each step, twice on its way to the
+# ranks.
+REFERENCE_BYTES = 4 * 8
+RANK_BYTES = 7 * 8
+PROOF_STEPS = 3  # what the first step leaves behind is used by the second, and what that one changes by the third
+RECORD_BYTES = 2 * (2 * 8 * PROOF_STEPS)
 ERROR_NOTE = "The largest |difference| / |reference| of any tensor and step: rounding, if up to 1e-10 in float64."
 
 
@@ -63,9 +66,10 @@ def shrink_model(job: Job) -> Job:
     return job.model_copy(update={"model": job.family.shrink(job.model)})
 
 
-def shrink_batch(job: Job, layouts: list[Layout]) -> Job:
-    """Returns the job with the smallest batch (16, 24, ..., 1024 samples) that every layout can run, or unchanged."""
-    for samples in range(16, min(job.samples, 1025), 8):
+def shrink_batch(job: Job, layouts: list[Layout], smallest: int = 16) -> Job:
+    """Returns the job with the smallest batch that every layout can run, of at least `smallest` samples (16, 24, ...,
+    1024), or unchanged."""
+    for samples in range(smallest, min(job.samples, 1025), smallest // 2):
         small = job.model_copy(update={"batch": BatchConfig(samples=samples)})
         if not any(_refusal(small, layout) for layout in layouts):
             return small
@@ -98,52 +102,93 @@ def inspect_job(job: Job) -> dict[str, Any]:
 
 
 def prove(prepared: Prepared, say: Callable[[str], None]) -> None:
-    """Proves the layout of a model that is not ours; raises JobError if it computes anything else. In float64, on a
-    small copy with two ranks on every axis that it uses, two steps must equal those of the unmodified module. It is
-    cached by the model's source and plan, the layout, and the versions of PyTorch and Shardwise."""
-    if prepared.job.family.task(prepared.job.model) is None or prepared.layout.world == 1:
+    """Proves the layout of a model that is not ours; raises JobError if it computes anything else, or if nothing can
+    be compared. In float64, on a small copy with two ranks on every axis that it uses, the first steps must equal those
+    of the unmodified module. Nothing is cached: a module may use code, files and settings that no key would cover."""
+    if not _needs_proof(prepared, say):
         return
-    layout = small_layout(prepared.layout)
-    exact = {"precision": "float64", "compile": False, "gradient": GradientConfig()}  # without lossy compression
-    job = shrink_model(prepared.job).model_copy(update=exact)
-    job = shrink_batch(job, [layout])
-    path = cache_folder() / "proofs" / f"{_fingerprint(prepared, job, layout)}.json"
-    if path.exists():
-        say(f"proof:  layout '{layout}' equals one process (cached)")
-        return
+    job, layout = _small_copy(prepared)
     size = sum(weight.numel() for weight in meta_model(job.model, job.seed).parameters())
-    if size > MAX_PARAMETERS:
-        say(f"proof:  none: even its small copy has {size:,} parameters; verify a smaller model of this kind")
-        return
-    (result,) = verify(job, [layout], steps=2)
+    _require_proof_memory(size, layout)
+    if size > LARGE:
+        say(f"proof:  comparing {format_count(size)} parameters in float64, which takes minutes; --no-proof skips it")
+
+    (result,) = verify(job, [layout], PROOF_STEPS, timeout=_proof_timeout(job, size))
+    if result.failure is not None:
+        raise JobError(
+            f"{result.describe().rstrip('.')}. The run was not started, since the same would end it; use another "
+            "layout, or skip the proof (--no-proof, proof=False)."
+        )
     if not result.ok:
         remedy = "check the plan and the module named, use another layout, or skip the proof (--no-proof, proof=False)"
         raise JobError(f"{result.describe()} The run was not started, since it would train another model; {remedy}.")
     say(f"proof:  layout '{layout}' equals one process: gradients to {result.grad:.0e}, weights to {result.weight:.0e}")
-    with suppress(OSError):  # it is proven again next time
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, json.dumps(result.as_dict()))
+
+
+def _needs_proof(prepared: Prepared, say: Callable[[str], None]) -> bool:
+    """Whether a model that is not ours is split in any way: over processes, or its batch into micro-batches."""
+    if prepared.job.family.task(prepared.job.model) is None:
+        return False
+    if prepared.layout.world > 1:
+        return True
+    if prepared.batch.micro_batches == 1:
+        return False
+
+    # One process runs what PyTorch runs; its micro-batches draw other random numbers than the whole batch would.
+    anatomy = getattr(prepared.model, "anatomy", None)
+    if anatomy is not None and anatomy.random_module:
+        what = f"{anatomy.random_module} draws random numbers in its forward"
+        say(f"proof:  none: {what}, so micro-batches cannot be compared with a whole batch")
+        return False
+    return True
+
+
+def _small_copy(prepared: Prepared) -> tuple[Job, Layout]:
+    """Returns the job and the layout that are compared in place of the prepared ones."""
+    layout = small_layout(prepared.layout)
+    if prepared.batch.micro_batches == 1 and layout.pipeline == 1:
+        layout = replace(layout, micro_batch=0)  # of a smaller batch, the same number would make several
+
+    exact = {"precision": "float64", "compile": False, "gradient": GradientConfig()}  # without lossy compression
+    job = shrink_model(prepared.job).model_copy(update=exact)
+    size = sum(weight.numel() for weight in meta_model(job.model, job.seed).parameters())
+    job = shrink_batch(job, [layout], smallest=4 if size > LARGE else 16)
+
+    # The job's own batch need not fit the smaller layout: 9 samples on 3 ranks, which are 2 in the small copy.
+    if _refusal(job, layout):
+        for samples in range(2, 65):
+            other = job.model_copy(update={"batch": BatchConfig(samples=samples)})
+            if not _refusal(other, layout):
+                return other, layout
+    return job, layout
+
+
+def _require_proof_memory(size: int, layout: Layout) -> None:
+    """Raises JobError if the memory that is free here does not hold the comparison of this many parameters."""
+    copies = layout.replicate * layout.shard * layout.context  # shards are counted as whole weights: an upper bound
+    of_reference = REFERENCE_BYTES + RECORD_BYTES * (1 + RUNS) / 2  # it runs again if a difference may be rounding
+    of_ranks = RECORD_BYTES + RANK_BYTES * copies
+    needed = size * max(of_reference, of_ranks) + layout.world * FORKED_PROCESS_BYTES
+    available = available_memory()
+    if needed > available:
+        raise JobError(
+            f"the proof of layout '{layout}' compares {format_count(size)} parameters in float64, which takes about "
+            f"{needed / GIB:,.1f} GiB of memory, but {available / GIB:,.1f} GiB are free here. Unproven, the run is "
+            "not started: start it on a machine with more memory, or without the proof (--no-proof, proof=False)."
+        )
+
+
+def _proof_timeout(job: Job, size: int) -> float:
+    """Returns after how many seconds a comparison hangs: many times what it takes on one slow core."""
+    flops = 3 * PROOF_STEPS * job.samples * sum(forward_flops(job.model))
+    return 240.0 + flops / 1e9 + PROOF_STEPS * size * 1e-6
 
 
 def small_layout(layout: Layout) -> Layout:
-    """Returns the layout with two ranks on every axis that it uses."""
+    """Returns the layout with two ranks on every axis that it uses, and small micro-batches."""
     degrees = {axis: min(2, getattr(layout, axis)) for axis in (*AXES, "expert")}
-    micro_batch = min(layout.micro_batch, 2) if layout.micro_batch else layout.micro_batch
+    micro_batch = min(layout.micro_batch, 2)
     return replace(layout, **degrees, micro_batch=micro_batch)
-
-
-def _fingerprint(prepared: Prepared, job: Job, layout: Layout) -> str:
-    root: nn.Module = getattr(prepared.model, "root", prepared.model)
-    files = set()
-    task = prepared.job.family.task(prepared.job.model)
-    functions = [getattr(task, name) for name in ("loss", "count", "collate", "inputs")]
-    for code in (*map(type, root.modules()), *(f if inspect.isfunction(f) else type(f) for f in functions)):
-        with suppress(TypeError, OSError):  # built in, or defined by exec
-            files.add(inspect.getfile(code))
-    sources = [hashlib.sha256(Path(file).read_bytes()).hexdigest() for file in sorted(files) if os.path.isfile(file)]
-    versions = (shardwise.__version__, torch.__version__)
-    parts = (sources, repr(prepared.model.sharding_plan), str(layout), job.model.model_dump_json(), versions)
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
 
 
 def compare_with_transformers(job: Job, samples: int = 2) -> Answer:

@@ -22,7 +22,7 @@ from shardwise.comm.collectives import all_gather_json, all_reduce
 from shardwise.comm.world import run_world
 from shardwise.data.make_sources import synthetic_source
 from shardwise.data.sample_stream import Samples, SampleStream, Subset, job_stream, rank_positions
-from shardwise.errors import JobError, RunError
+from shardwise.errors import JobError, LayoutError, RunError, WorkerError
 from shardwise.job import Job
 from shardwise.layout import Layout
 from shardwise.models.chain import IGNORE_INDEX
@@ -37,14 +37,17 @@ from shardwise.planner.plan import auto_schedule_order
 from shardwise.random import hash_key, normal_
 from shardwise.step import StepResult, step
 from shardwise.train.local_machine import check_compiler, require_memory
+from shardwise.verify.kept_state import finite_norm, kept_difference, persistent_buffers
 from shardwise.verify.reference import GradientHook, run_local_sgd_reference, run_steps
+from shardwise.verify.rounding import RUNS, MovedStream, StepRounding, find_moved, move_weights
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-3, "bf16": 1e-1, "fp16": 1e-2, "fp8": 3e-1}
 # Relative to the RMS norm. In half precision, rounding decides which way Adam moves a weight with a tiny gradient.
 NORM_FLOOR = {"float64": 1e-6, "float32": 1e-6, "bf16": 0.1, "fp16": 0.1, "fp8": 0.1}
 # A gradient that is zero in theory (a key's bias under softmax) is rounding noise, of which Adam makes a full step.
 NOISE_NORM, NOISE_FLOOR = 1e-12, 1e-3  # relative to the RMS norm: what counts as noise, and the floor of its weights
-QUANTITIES = ("output", "loss", "gradient", "grad_norm", "weight")  # in the order in which a step computes them
+# In the order in which a step computes them; last, what the forward may have changed beside them.
+QUANTITIES = ("output", "loss", "gradient", "grad_norm", "weight", "frozen weight", "buffer")
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ class Difference:
     """The first difference between a layout and the single-process reference."""
 
     step: int
-    kind: str  # `output`, `loss`, `gradient`, `grad_norm` or `weight`
+    kind: str  # one of QUANTITIES
     name: str
     error: float
 
@@ -66,7 +69,7 @@ class VerifyResult:
     loss: float = math.nan
     grad_norm: float = math.nan
     grad: float = math.nan
-    weight: float = math.nan
+    weight: float = math.nan  # frozen weights and buffers included
     first_difference: Difference | None = None
     failure: str | None = None  # why the layout did not finish
     hint: str = ""  # what is likely to cause the difference
@@ -90,8 +93,10 @@ class VerifyResult:
 
 
 def verify(job: Job, layouts: list[Layout], steps: int = 3,
-           report: Callable[[VerifyResult], None] = lambda _: None) -> list[VerifyResult]:  # fmt: skip
-    """Compares each layout with the single-process reference. Raises first if the job cannot run in one of them."""
+           report: Callable[[VerifyResult], None] = lambda _: None,
+           timeout: float = 240.0) -> list[VerifyResult]:  # fmt: skip
+    """Compares each layout with the single-process reference. Raises first if the job cannot run in one of them.
+    `timeout`: seconds after which the reference, or a layout, counts as hanging."""
     for layout in layouts:
         prepare(job, layout)
     if job.gradient.compress:
@@ -100,23 +105,58 @@ def verify(job: Job, layouts: list[Layout], steps: int = 3,
     if job.compile is True:
         check_compiler()
     require_memory(job, 16, max((layout.world for layout in layouts), default=1))
-    reference = run_world(_run_reference, 1, job, steps)[0]
+    reference = _reference_in_a_process(job, steps, None, timeout)
+    may_measure_rounding = job.precision == "float64" and job.local_sgd.every == 1
+    rounding: list[StepRounding] | None = None
     records = []
     for layout in layouts:
         if job.local_sgd.every > 1:
-            reference = run_world(_run_reference, 1, job, steps, layout)[0]
-        try:
-            record = run_world(_compare_layout, layout.world, job, layout, reference, steps)[0]
-        except RunError as error:
-            # The rank, which the first line names, and the last line of the traceback.
-            first, *_, last = [line.strip() for line in f"{error}\n{error}".splitlines() if line.strip()]
-            failure = last if first == last else f"{first.partition(':')[0]}: {last}"
-            record = VerifyResult(str(layout), ok=False, failure=failure)
-        if (difference := record.first_difference) is not None:
-            record = replace(record, hint=job.family.explain_difference(job.model, layout, difference.kind))
+            reference = _reference_in_a_process(job, steps, layout, timeout)
+        compare = partial(_compare_in_processes, job, layout, reference, steps, timeout)
+
+        record = compare(rounding)
+        if record.first_difference is not None and may_measure_rounding:
+            rounding = run_world(_measure_rounding, 1, job, steps, reference, timeout=timeout)[0]
+            may_measure_rounding = False
+            record = compare(rounding) if rounding is not None else record
+
+        if record.first_difference is not None:
+            hint = job.family.explain_difference(job.model, layout, record.first_difference.kind)
+            record = replace(record, hint=hint)
         records.append(record)
         report(record)
     return records
+
+
+def _compare_in_processes(
+    job: Job,
+    layout: Layout,
+    reference: list[dict[str, Any]],
+    steps: int,
+    timeout: float,
+    rounding: list[StepRounding] | None,
+) -> VerifyResult:
+    """Runs a layout in processes of its own; a layout that fails there has a result, too, which says why."""
+    try:
+        results = run_world(_compare_layout, layout.world, job, layout, reference, steps, rounding, timeout=timeout)
+        return results[0]  # type: ignore[no-any-return]
+    except WorkerError as error:
+        failure = error.cause
+    except (RunError, LayoutError) as error:
+        failure = str(error).partition("\n")[0]  # the rest may be the stacks of all ranks
+    return VerifyResult(str(layout), ok=False, failure=failure)
+
+
+def _reference_in_a_process(job: Job, steps: int, layout: Layout | None, timeout: float) -> list[dict[str, Any]]:
+    """Returns the records of the reference; raises JobError if the model itself fails, whatever the layout."""
+    try:
+        return run_world(_run_reference, 1, job, steps, layout, timeout=timeout)[0]  # type: ignore[no-any-return]
+    except WorkerError as error:
+        cause = error.cause.partition(": ")[2].rstrip(".")
+        raise JobError(
+            f"no layout can be compared, since the model itself fails in one process in {job.precision}: {cause}. "
+            "Mend the model, or train without a comparison (--no-proof, proof=False)."
+        ) from error
 
 
 class IgnoredTargetsSource(Subset):
@@ -157,11 +197,13 @@ def make_stream(job: Job) -> SampleStream:
 
 
 def _run_reference(job: Job, steps: int, layout: Layout | None = None,
-                   make_hook: Callable[[Any], GradientHook] | None = None) -> list[dict[str, Any]]:  # fmt: skip
-    """Runs the single-process reference; with a layout, it emulates that layout's local SGD. `make_hook`: for tests."""
+                   make_hook: Callable[[Any], GradientHook] | None = None,
+                   stream: Any = None) -> list[dict[str, Any]]:  # fmt: skip
+    """Runs the single-process reference; with a layout, it emulates that layout's local SGD. `make_hook`: called with
+    the model before the first step, returns what is called with each step's gradients. `stream`: other samples."""
     record = partial(record_outputs, meta_model(job.model, job.seed).sharding_plan.compared_modules)
     learning_rates = [job_learning_rate(job, number, steps) for number in range(steps)]
-    arguments = job, make_stream(job), learning_rates, record, Precision(job.precision).master_dtype
+    arguments = job, stream or make_stream(job), learning_rates, record, Precision(job.precision).master_dtype
     if layout is not None and job.local_sgd.every > 1:
         by_replica = run_local_sgd_reference(layout.replicate, arguments)
         records = [{"replicas": list(replicas)} for replicas in zip(*by_replica, strict=True)]
@@ -170,6 +212,20 @@ def _run_reference(job: Job, steps: int, layout: Layout | None = None,
     for result in (replica for step_record in records for replica in step_record.get("replicas", [step_record])):
         result["outputs"] = {name: output_fingerprint(outputs) for name, outputs in result["outputs"].items()}
     return records
+
+
+def _measure_rounding(job: Job, steps: int, reference: list[dict[str, Any]]) -> list[StepRounding] | None:
+    """Runs the reference again, with the last bits of weights and inputs moved."""
+    runs = []
+    for seed in range(RUNS):
+        generator = torch.Generator().manual_seed(seed)
+
+        def move(model: nn.Module, generator: torch.Generator = generator) -> GradientHook:
+            move_weights(model, generator)
+            return lambda step, samples: None
+
+        runs.append(_run_reference(job, steps, make_hook=move, stream=MovedStream(make_stream(job), generator)))
+    return find_moved(reference, runs)
 
 
 def record_outputs(patterns: Sequence[str], model: nn.Module, outputs: dict[str, list[Tensor]]) -> list[Any]:
@@ -193,11 +249,35 @@ def output_fingerprint(batches: list[Tensor]) -> Tensor:
     return combined @ direction
 
 
+def output_error(found: Tensor, expected: Tensor, floor: float) -> float:
+    """Returns the error of the fingerprints of a rank's samples.
+
+    A rank may pad its samples to its own longest, so its rows may be shorter than those of one process. Then what both
+    have is compared, wherever the padding is: at the end or at the start. If padding takes part in what is computed,
+    loss and gradients differ."""
+    if found.shape == expected.shape:
+        return relative_error(found, expected, floor)
+    if found.dim() != expected.dim() or len(found) != len(expected):
+        return math.inf
+
+    sizes = [min(pair) for pair in zip(found.shape, expected.shape, strict=True)]
+    errors = []
+    for is_at_end in (True, False):
+        found_part, expected_part = found, expected
+        for dim, size in enumerate(sizes):
+            found_part = found_part.narrow(dim, 0 if is_at_end else found.shape[dim] - size, size)
+            expected_part = expected_part.narrow(dim, 0 if is_at_end else expected.shape[dim] - size, size)
+        errors.append(relative_error(found_part, expected_part, floor))
+    return min(errors)
+
+
 class Comparison:
     """Collects the errors of one rank, step by step; `result` combines those of all ranks."""
 
-    def __init__(self, job: Job, engine: Engine):
+    def __init__(self, job: Job, engine: Engine, rounding: list[StepRounding] | None = None):
+        """`rounding`: by step, what rounding alone moves in the reference. None: not measured."""
         self.engine, self.step = engine, 0
+        self.rounding = rounding
         self.tolerance, self.floor = TOLERANCE[job.precision], NORM_FLOOR[job.precision]
         self.tables = [table.name for table in job.family.tables(job.model)]  # of which a rank may have no shard
         self.max_errors = dict.fromkeys(QUANTITIES, 0.0)
@@ -210,11 +290,21 @@ class Comparison:
         if error > self.tolerance:
             self.differences.append((self.step, QUANTITIES.index(kind), order, name, error))
 
+    def least_scale(self, kind: str, name: str) -> float:
+        """Returns the least norm that a difference is relative to, so that rounding alone is within the tolerance."""
+        if self.rounding is None:
+            return 0.0
+        return self.rounding[self.step].allowance(kind, name) / self.tolerance
+
+    def add_number(self, kind: str, value: Tensor, expected: Tensor) -> None:
+        self.add(kind, 0, kind, relative_error(value, expected, self.least_scale(kind, kind)))
+
     def result(self, layout: Layout) -> VerifyResult:
         gathered = all_gather_json((self.max_errors, min(self.differences, default=None)))
         max_errors = {kind: max(errors[kind] for errors, _ in gathered) for kind in QUANTITIES}
         first = min((item for _, item in gathered if item is not None), default=None)
-        loss, grad_norm, grad, weight = (max_errors[kind] for kind in ("loss", "grad_norm", "gradient", "weight"))
+        loss, grad_norm, grad = (max_errors[kind] for kind in ("loss", "grad_norm", "gradient"))
+        weight = max(max_errors[kind] for kind in ("weight", "frozen weight", "buffer"))
         difference = first and Difference(first[0], QUANTITIES[first[1]], *first[3:])
         return VerifyResult(str(layout), first is None, loss, grad_norm, grad, weight, difference)
 
@@ -229,9 +319,8 @@ class Comparison:
                 chunk = chunk if positions is None else chunk[:, positions]
                 if self.engine.chains[0].sharding_plan.splits_sequence and mesh["tensor"].size > 1:
                     chunk = chunk.narrow(1, *mesh["tensor"].span(chunk.shape[1]))
-                found, floor = output_fingerprint(outputs[name]), self.floor * float(full.norm())
-                error = relative_error(found, chunk, floor) if found.shape == chunk.shape else math.inf
-                self.add("output", order, name, error)
+                floor = max(self.floor * float(full.norm()), self.least_scale("output", name))
+                self.add("output", order, name, output_error(output_fingerprint(outputs[name]), chunk, floor))
 
     def add_shards(self, kind: str, values: list[Tensor], expected: dict[str, Tensor]) -> None:
         """Compares one value per parameter shard. The errors and sizes of all shards of a tensor add up."""
@@ -257,7 +346,8 @@ class Comparison:
         for name in dict.fromkeys([*(shard.name for shard in shards), *self.tables]):
             norm = float(expected[name].norm())
             floor = NOISE_FLOOR if kind == "weight" and name in self.noise else self.floor
-            error = math.sqrt(squared_errors[order[name]]) / max(norm, floor * rms_norm)
+            scale = max(norm, floor * rms_norm, self.least_scale(kind, name))
+            error = error_ratio(math.sqrt(squared_errors[order[name]]), scale)
             is_complete = sizes[order[name]] == expected[name].numel()
             self.add(kind, order[name], name, error if is_complete else math.inf)
             if kind == "gradient" and norm < NOISE_NORM * rms_norm:
@@ -276,11 +366,49 @@ class Comparison:
                 for dim, axis in shards[name].sharded_dims:
                     chunk = chunk if axis is fsdp else chunk.narrow(dim, *axis.span(chunk.shape[dim]))
                 floor = NOISE_FLOOR if name in self.noise else self.floor
-                self.add("weight", order[name], name, relative_error(weight.detach(), chunk, floor * rms_norm))
+                least = max(floor * rms_norm, self.least_scale("weight", name))
+                self.add("weight", order[name], name, relative_error(weight.detach(), chunk, least))
+
+    def add_kept_state(self, expected: dict[str, Any]) -> None:
+        """Compares this rank's frozen weights and buffers with the reference's, which its forward may have changed."""
+        rms_norm, _ = _rms_norm_and_order(expected["weights"])
+
+        frozen = expected["frozen"]
+        order = {name: index for index, name in enumerate(frozen)}
+        for shard in self.engine.data.frozen_shards:
+            if shard.name in frozen:  # not a weight that the layout trains no longer, since nothing uses it
+                start, size = shard.offset_and_shape
+                part = frozen[shard.name][tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))]
+                least = max(NOISE_FLOOR * rms_norm, self.least_scale("frozen weight", shard.name))
+                scale = max(finite_norm(frozen[shard.name]), least)
+                error = error_ratio(kept_difference(shard.tensor, part), scale)
+                self.add("frozen weight", order[shard.name], shard.name, error)
+
+        if self.engine.outer_optimizer is not None:
+            return  # it averages the buffers of the replicas, each of which has a reference of its own
+        buffers = expected["buffers"]
+        order = {name: index for index, name in enumerate(buffers)}
+        for chain in self.engine.chains:
+            for name, buffer in persistent_buffers(chain).items():
+                if name in buffers:
+                    # A running mean may be zero in theory, so that only its rounding differs.
+                    scale = max(finite_norm(buffers[name]), rms_norm, self.least_scale("buffer", name))
+                    error = error_ratio(kept_difference(buffer, buffers[name]), scale)
+                    self.add("buffer", order[name], name, error)
 
 
 def relative_error(value: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    return float((value - expected).norm() / expected.norm().clamp(min=floor))
+    """Returns the norm of the difference relative to the expected norm, which counts as at least `floor`."""
+    return error_ratio(float((value - expected).norm()), max(float(expected.norm()), floor))
+
+
+def error_ratio(difference: float, scale: float) -> float:
+    """Returns a relative error. What does not differ has none, even if all of it is zero."""
+    if difference == 0.0:
+        return 0.0
+    if scale == 0.0:
+        return math.inf
+    return difference / scale
 
 
 def _rms_norm_and_order(expected: dict[str, Tensor]) -> tuple[float, dict[str, int]]:
@@ -289,13 +417,15 @@ def _rms_norm_and_order(expected: dict[str, Tensor]) -> tuple[float, dict[str, i
     return float(norms.square().mean().sqrt()), {name: index for index, name in enumerate(reversed(expected))}
 
 
-def _compare_layout(job: Job, layout: Layout, reference: list[dict[str, Any]], steps: int) -> VerifyResult:
+def _compare_layout(
+    job: Job, layout: Layout, reference: list[dict[str, Any]], steps: int, rounding: list[StepRounding] | None = None
+) -> VerifyResult:
     order = auto_schedule_order(job, layout, CLUSTERS["cpu"])
     engine = parallelize(prepare(job, layout), torch.device("cpu"), order=order)
     optimizer = engine.make_optimizer(job)
     stream = make_stream(job)
     engine.begin_stream(job, stream)
-    comparison = Comparison(job, engine)
+    comparison = Comparison(job, engine, rounding)
     record = partial(record_outputs, engine.chains[0].sharding_plan.compared_modules)
     for number, expected in enumerate(reference):
         comparison.step = number
@@ -311,8 +441,8 @@ def _compare_layout(job: Job, layout: Layout, reference: list[dict[str, Any]], s
         def observe(outcome: StepResult) -> None:
             if job.compile is not True:
                 comparison.add_outputs(outputs, expected["outputs"])
-            comparison.add("loss", 0, "loss", relative_error(outcome.loss, expected["loss"]))
-            comparison.add("grad_norm", 0, "grad_norm", relative_error(outcome.grad_norm, expected["norm"]))
+            comparison.add_number("loss", outcome.loss, expected["loss"])
+            comparison.add_number("grad_norm", outcome.grad_norm, expected["norm"])
             gradients = [p.full_grad.to(engine.scale.value.dtype) / engine.scale.value for p in engine.param_shards]
             comparison.add_shards("gradient", gradients, expected["gradients"])
 
@@ -323,4 +453,5 @@ def _compare_layout(job: Job, layout: Layout, reference: list[dict[str, Any]], s
             handle.remove()
         comparison.add_shards("weight", [shard.tensor.detach() for shard in engine.param_shards], expected["weights"])
         comparison.add_full_weights(expected["weights"])
+        comparison.add_kept_state(expected)
     return comparison.result(layout)

@@ -21,6 +21,7 @@ from shardwise.job import Job
 from shardwise.models.chain import IGNORE_INDEX
 from shardwise.models.moe import MoE
 from shardwise.random import hash_key, normal_
+from shardwise.verify.kept_state import copy_changed, frozen_weights, persistent_buffers
 
 GradientHook = Callable[[int, Samples], None]  # called with the number of the step, from 0, and its samples
 
@@ -30,7 +31,7 @@ def run_steps(
     replicas_and_index: tuple[int, int] = (1, 0), make_gradient_hook: Callable[[Any], GradientHook] | None = None,
 ) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:  # fmt: skip
     """Yields, per step, a record and the live weights. The record has the loss, the gradient norm, the gradients before
-    clipping and the weights after the update.
+    clipping, the weights after the update, and the frozen weights and buffers, which the forward may have changed.
     `replicas_and_index`: into how many equal parts each batch is split, and which of them to train on.
     `make_gradient_hook`: for tests, returns a function of the model that changes the gradients of each step."""
     model = job.family.build_reference(job.model, job.seed, dtype)
@@ -40,6 +41,8 @@ def run_steps(
     settings, local_batch_size = job.optimizer, job.samples // replicas_and_index[0]
     optimizers = make_reference_optimizers(job, dense) + make_table_optimizers(job, tables)
     gradient_hook = make_gradient_hook(model) if make_gradient_hook is not None else None
+    frozen: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
     for step_index, lr in enumerate(learning_rates):
         positions = torch.arange(local_batch_size) + step_index * job.samples + replicas_and_index[1] * local_batch_size
         samples = stream.read(positions.numpy())
@@ -87,8 +90,10 @@ def run_steps(
             if isinstance(module, MoE) and module.tokens_per_expert is not None:
                 module.update_expert_bias(module.tokens_per_expert)
         updated_weights = {name: weight.detach().clone() for name, weight in weights.items()}
+        frozen = copy_changed(frozen_weights(model), frozen)
+        buffers = copy_changed(persistent_buffers(model), buffers)
         record = {"loss": loss.detach(), "norm": norm, "outputs": outputs, "gradients": gradients}
-        yield record | {"weights": updated_weights}, weights
+        yield record | {"weights": updated_weights, "frozen": frozen, "buffers": buffers}, weights
 
 
 def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
