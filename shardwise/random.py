@@ -6,6 +6,9 @@ The mixers are the finalizers of splitmix64 (Steele, Lea, Flood 2014) and "lowbi
 
 import hashlib
 import math
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -19,6 +22,51 @@ def hash_key(*parts: object) -> int:
     """Returns a signed 64-bit key for any tuple of plain values."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
+
+
+def generator_states_outside_torch() -> tuple[object, ...]:
+    """Returns the states of Python's and NumPy's generators as values that can be compared."""
+    name, keys, *rest = np.random.get_state()
+    return random.getstate(), name, np.asarray(keys).tobytes(), *rest
+
+
+def generator_states() -> tuple[object, ...]:
+    """Returns the states of the generators on the CPU that a function may draw from, as values that can be compared."""
+    return *generator_states_outside_torch(), torch.get_rng_state().numpy().tobytes()
+
+
+@contextmanager
+def generators_kept(device: torch.device | None = None) -> Iterator[None]:
+    """After it, the generators of PyTorch (on the CPU and a device), NumPy and Python are where they were before."""
+    python_state = random.getstate()
+    numpy_state = np.random.get_state()
+    devices = [device] if device is not None and device.type != "cpu" else []
+
+    with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"):
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+
+
+def seed_generators(seed: int) -> None:
+    """Seeds the generators of Python, NumPy and the CPU; those of GPUs stay as they are."""
+    random.seed(seed)
+    np.random.seed(seed & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(seed)
+
+
+@contextmanager
+def random_numbers_of(seed: int, sample: int, device: torch.device) -> Iterator[None]:
+    """Within it, the generators of PyTorch, NumPy and Python start from a state that only seed and sample determine;
+    afterwards they are where they were before. It is for modules that draw from them in their forward."""
+    key = hash_key("forward", seed, sample) & 0xFFFFFFFFFFFFFFFF
+
+    with generators_kept(device):
+        seed_generators(key)
+        torch.manual_seed(key)  # of the device, too
+        yield
 
 
 def _signed(value: int, bits: int) -> int:

@@ -123,8 +123,9 @@ def make_step_fn(engine: Engine, optimizer: torch.optim.Optimizer, clip: float, 
                  on_grads_ready: Callable[[StepResult], None] | None = None,
                  on_capture_failure: OnFailure = warnings.warn) -> Callable[[Samples], StepResult]:  # fmt: skip
     """Returns the step function; a CUDA graph if compiled, single-process and static, that is if every step launches
-    the same kernels: no dynamic loss scale, and no embedding tables."""
+    the same kernels: no dynamic loss scale, no embedding tables, and a forward that is the same in every step."""
     is_static = isinstance(engine.data, SingleProcess) and not engine.scale.dynamic and not engine.has_tables
+    is_static = is_static and not any(chain.differs_between_calls for chain in engine.chains)
     if compiled and is_static and engine.mesh.device.type == "cuda" and isinstance(optimizer, AdamW | SGD):
         return CudaGraphStep(engine, optimizer, clip, warmup_steps, on_capture_failure)
     return lambda samples: step(engine, optimizer, samples, clip, on_grads_ready)

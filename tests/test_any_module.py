@@ -20,6 +20,7 @@ from shardwise.errors import DataError, JobError, LayoutError, RunError
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
 from shardwise.parallel.prepare import meta_model, prepare
+from shardwise.train.export import open_checkpoint
 from shardwise.train.run_folder import RunFolder
 from shardwise.verify.parity import VerifyResult, verify
 
@@ -55,12 +56,14 @@ MODULES: dict[str, dict[str, str]] = {
     "custom_autograd": {"tensor": NO_PLAN},
     "own_loss": {"tensor": NO_PLAN},
     "tied_lm": {},
+    "temperatures": {},
     "unused_head": {"pipeline": r"made in stem \(prologue\) is used in UnusedHead \(epilogue\)", "tensor": NO_PLAN},
     "in_place": {"recompute": "net.4 changes its input in place", "tensor": NO_PLAN},
     "experts": {"pipeline": READS_VALUES, "tensor": NO_PLAN},
     "reads_value": {"pipeline": READS_VALUES, "tensor": NO_PLAN},
     "batch_norm": {
-        "data": "4 micro-batches|2 micro-batches", "recompute": "running statistics of batch norm twice",
+        "data": "(4|2) micro-batches, but this module must run them as one, because its batch norms",
+        "recompute": "running statistics of batch norm twice",
         "pipeline": "batch norm spans the whole batch; use replicate or shard", "tensor": "batch norm spans the whole",
     },
 }  # fmt: skip
@@ -82,6 +85,7 @@ def first_difference(job: Job, layout: str) -> VerifyResult:
     return result
 
 
+@pytest.mark.thin(13)
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("name", MODULES)
 def test_tier_by_tier(name: str, tier: str) -> None:
@@ -105,11 +109,12 @@ def test_tier_by_tier(name: str, tier: str) -> None:
     ("name", "message"),
     [
         ("gan", "the forward returns 2 losses, but a job has one loss and one optimizer"),
-        ("functional_dropout", r"FunctionalDropout draws random numbers in its forward .* use nn.Dropout there"),
-        ("default_encoder", r"encoder.layers.0.self_attn draws random numbers .* or set its probability to 0"),
         ("no_length", "the dataset Endless has no length or cannot be indexed; .* give it __len__ and __getitem__, or"),
         ("ragged", "samples cannot be collated: stack expects each tensor to be equal size.* `collate` that pads"),
-        ("not_a_tensor", "a batch must hold tensors only, but it has a str; convert or drop it in `collate`"),
+        (
+            "not_a_tensor",
+            r"a batch must hold tensors only, but batch\[1\].* has the type str; convert or drop it in `collate`",
+        ),
         ("loss_of_shape", r"the loss must be a scalar tensor, but it is of shape \(4,\)"),
         ("detached_loss", "the loss depends on no trainable parameter; is it detached"),
         ("lazy", "lazy modules, whose shapes are unknown"),
@@ -119,6 +124,19 @@ def test_refused_in_a_sentence(name: str, message: str) -> None:
     for layout in ("pipeline=1", "shard=2"):
         with pytest.raises((JobError, DataError), match=message):
             prepare(any_job(name), Layout.parse(layout))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("functional_dropout", r"FunctionalDropout draws random numbers in its forward .* use nn.Dropout there"),
+        ("default_encoder", r"encoder.layers.0.self_attn draws random numbers .* set its probability to 0, or use one"),
+    ],
+)
+def test_random_numbers_need_one_process(name: str, message: str) -> None:
+    prepare(any_job(name), Layout.parse("pipeline=1"))
+    with pytest.raises(LayoutError, match=message):
+        prepare(any_job(name), Layout.parse("shard=2"))
 
 
 def test_a_buffer_that_the_forward_updates_needs_one_process() -> None:
@@ -131,10 +149,11 @@ def test_a_buffer_that_the_forward_updates_needs_one_process() -> None:
 
 
 def test_a_plan_that_splits_heads_names_the_module() -> None:
-    with pytest.raises(LayoutError, match="tensor_plan: shapes do not fit in blocks.0"):
-        proven(any_job("tied_lm"), "tensor=4")
+    found = first_difference(any_job("tied_lm"), "tensor=4")
+    assert "did not finish: tensor_plan: shapes do not fit in blocks.0" in found.describe()
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     "layout", ["context=2", "context=2 context_method=ulysses pipeline=2 micro_batch=2", "context=2 tensor=2 zero=3"]
 )
@@ -158,11 +177,26 @@ def test_a_mean_over_masked_targets_is_caught_and_explained() -> None:
     assert "return the sum, and give `count`, the number of targets in a batch" in found.describe()
 
 
+def test_a_batch_norm_that_is_a_block_spans_the_batch_beside_dropout() -> None:
+    proven(any_job("normalised", {"norm": "a block beside dropout"}), "replicate=2", "shard=2 zero=3")
+
+
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", ["tied_lm", "stacked_lstm", "batch_norm", "vit", "experts"])
 def test_bf16(name: str) -> None:
     """The weights of LSTMs, parameters of the root, and float32 buffers beside bf16 weights."""
     micro = "" if name == "batch_norm" else " micro_batch=2"
     proven(any_job(name, precision="bf16"), "pipeline=1", "replicate=2", f"shard=2 zero=3{micro}", steps=1)
+
+
+def test_tensors_in_float32_outside_of_the_module_do_not_end_the_proof() -> None:
+    proven(any_job("float32_outside"), "pipeline=1", "shard=2 zero=3", "replicate=2 micro_batch=2")
+
+
+def test_a_batch_norm_with_a_forward_of_its_own_keeps_it_in_one_process() -> None:
+    proven(any_job("shifted_norm"), "pipeline=1")
+    with pytest.raises(LayoutError, match="the forward updates buffer 1.num_batches_tracked, which each rank would do"):
+        prepare(any_job("shifted_norm"), Layout.parse("replicate=2"))
 
 
 # Mutations
@@ -174,8 +208,8 @@ def test_a_plan_that_is_wrong_is_caught_and_named() -> None:
     assert difference is not None and (difference.kind, difference.name) == ("output", "0.down")
     plan = user_modules.BLOCK_PLAN | {"blocks.*.down": "colwise"}
     wrong = any_job("vit", model={"name": "python:user_modules:vit", "tensor_plan": plan})
-    with pytest.raises(LayoutError, match="tensor_plan: shapes do not fit in blocks.0.down"):
-        verify(wrong, [Layout.parse("tensor=2")])
+    found = first_difference(wrong, "tensor=2")
+    assert "did not finish: tensor_plan: shapes do not fit in blocks.0.down" in found.describe()
 
 
 @pytest.mark.parametrize(
@@ -224,12 +258,14 @@ def curve(run: RunFolder) -> list[float]:
     return [record["loss"] for record in records]
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(
     ("name", "before", "after"),
     [
         ("tied_lm", "shard=2 zero=3", "pipeline=2 micro_batch=2"), ("batch_norm", "replicate=2", "shard=2 zero=3"),
         ("frozen", "pipeline=2 micro_batch=2", "tensor=2"), ("ema", "pipeline=1", "pipeline=1"),
-        ("streamed", "replicate=2", "shard=2 zero=3"), ("lstm_tagger", "shard=2 zero=3 micro_batch=2", "pipeline=1"),
+        ("streamed", "replicate=2", "shard=2 zero=3"), ("temperatures", "shard=2 zero=3", "tensor=2"),
+        ("lstm_tagger", "shard=2 zero=3 micro_batch=2", "pipeline=1"),
     ],
 )  # fmt: skip
 def test_killed_and_resumed_elsewhere(name: str, before: str, after: str, tmp_path: Path) -> None:
@@ -244,7 +280,11 @@ def test_killed_and_resumed_elsewhere(name: str, before: str, after: str, tmp_pa
         assert validation(run) == pytest.approx(validation(whole), rel=1e-10)
 
 
-@pytest.mark.parametrize(("name", "layout"), [("tied_lm", "pipeline=2 micro_batch=2"), ("experts", "shard=2 zero=3")])
+@pytest.mark.thin(4)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [("tied_lm", "pipeline=2 micro_batch=2"), ("experts", "shard=2 zero=3"), ("temperatures", "shard=2 zero=1")],
+)
 def test_killed_and_resumed_in_place_is_bitwise(name: str, layout: str, tmp_path: Path) -> None:
     prepare(training_job(tmp_path, name), Layout.parse("pipeline=1"))
     whole = train(training_job(tmp_path / "whole", name), layout)
@@ -254,19 +294,43 @@ def test_killed_and_resumed_in_place_is_bitwise(name: str, layout: str, tmp_path
     assert curve(train(job, layout, resume=True)) == curve(whole)
 
 
-@pytest.mark.parametrize("held_out", [19, 5])
-def test_validation_does_not_depend_on_the_layout(held_out: int, tmp_path: Path) -> None:
-    """Whole batches; if there are fewer samples than a batch has, every one of them."""
+@pytest.mark.parametrize("layout", ["pipeline=1", "replicate=2"])
+def test_a_frozen_teacher_that_the_forward_updates_is_saved(layout: str, tmp_path: Path) -> None:
+    whole = train(training_job(tmp_path / "whole", "taught"), layout)
+    job = training_job(tmp_path / "run", "taught")
+    with pytest.raises(RunError, match="-9"):
+        train(job, layout, die_after=5)
+    resumed = train(job, layout, resume=True)
+    assert curve(resumed) == curve(whole)
+
+    teacher = open_checkpoint(resumed).load(torch.float64).teacher.weight
+    initial = job.family.build_reference(job.model, job.seed, torch.float64).teacher.weight
+    assert not torch.equal(teacher, initial)
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize(("held_out", "samples"), [(19, 64), (19, 13), (5, 64)])
+def test_validation_does_not_depend_on_the_layout(held_out: int, samples: int, tmp_path: Path) -> None:
+    """As many samples as the setting says, or all there are; also those that are fewer than a batch."""
     found = []
     for number, layout in enumerate(("pipeline=1", "shard=2 zero=3", "replicate=2 micro_batch=2")):
         settings = {"steps": 1, "optimizer": {"lr": 0.0}, "run": {"folder": str(tmp_path / str(number))}}
-        job = any_job("lstm_tagger", {"held_out": held_out}, **settings)
+        job = any_job("lstm_tagger", {"held_out": held_out}, validation={"samples": samples}, **settings)
         found.append(validation(train(job, layout)))
     module = job.family.build_reference(job.model, job.seed, torch.float64).eval()
-    count = min(16, held_out)
-    words, tags = (column[:count] for column in user_modules.tagged_sentences().columns)
+    words, tags = (column[: min(held_out, samples)] for column in user_modules.tagged_sentences().columns)
     expected = user_modules.tag_loss_mean(module(words), tags).item()
     assert found == pytest.approx([expected] * 3, rel=1e-10)
+
+
+def test_validation_in_a_pipeline_takes_every_sample(tmp_path: Path) -> None:
+    """19 samples in batches of 8: the last 3 are a micro-batch of 2, and copies of one."""
+    settings = {"steps": 1, "optimizer": {"lr": 0.0}, "run": {"folder": str(tmp_path / "run")}}
+    job = any_job("frozen", {"held_out": 19}, **settings)
+    found = validation(train(job, "pipeline=2 micro_batch=2"))
+    module = job.family.build_reference(job.model, job.seed, torch.float64).eval()
+    x, y = (column[:19] for column in user_modules.vectors().columns)
+    assert found == pytest.approx(torch.nn.functional.cross_entropy(module(x.double()), y).item(), rel=1e-10)
 
 
 def test_fp16_scales_the_loss(tmp_path: Path) -> None:
@@ -294,3 +358,19 @@ def test_flat_and_cached_anatomies() -> None:
     assert chain.anatomy.stream_dim == 1 and set(chain.state["sample_dims"].values()) == {1}
     chain = meta_model(any_job("unused_head").model)
     assert chain.anatomy.without_gradient == {"other.weight", "other.bias"}
+
+
+def test_a_metric_that_fails_ends_the_run_before_its_first_step(tmp_path: Path) -> None:
+    """It is computed for the first time after the last step, when all work would be lost."""
+    job = training_job(tmp_path / "run", "measured", model={"name": "python:user_modules:measured",
+                                                           "args": {"metric": "vector"}})  # fmt: skip
+    with pytest.raises(JobError, match="the metric 'errors' cannot be computed: .* must return one number"):
+        train(job, "replicate=2")
+    assert not list(RunFolder.open(tmp_path / "run").metrics())
+
+
+def test_trying_a_metric_changes_no_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"model": {"name": "python:user_modules:measured", "args": {"metric": "scalar"}}}
+    tried = train(training_job(tmp_path / "tried", "measured", **settings), "replicate=2")
+    monkeypatch.setattr("shardwise.train.loop.try_metrics", lambda *_: None)
+    assert curve(train(training_job(tmp_path / "not", "measured", **settings), "replicate=2")) == curve(tried)

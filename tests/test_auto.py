@@ -20,6 +20,8 @@ from shardwise.planner.plan import make_estimator, make_plan, near_misses, resol
 from shardwise.planner.search import class_layouts, layout_classes, search
 from shardwise.train import local_machine
 from shardwise.train.local_machine import check_memory, choose_plan, describe_plan, plan_record
+from shardwise.verify.command import prove
+from shardwise.verify.parity import verify
 
 SMALL = {"layers": 2, "width": 32, "heads": 4, "vocab": 256, "sequence": 16}
 
@@ -51,6 +53,7 @@ def test_fewer_processes_where_the_batch_cannot_use_all() -> None:
         choose_layout(job_of(batch={"samples": 5}), world_size=7)
 
 
+@pytest.mark.thin(9)
 @pytest.mark.parametrize("devices", [1, 2, 3, 4, 8, 16])
 @pytest.mark.parametrize("more", [{}, {"compile": True}, {"precision": "bf16"}, {"batch": {"samples": 48}}])
 def test_what_is_chosen_can_run(devices: int, more: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,3 +195,58 @@ def test_a_pipeline_where_processes_share_cores_is_explained(monkeypatch: pytest
     assert plan.best.layout.pipeline > 1 and "more processes than cores" in describe_plan(plan, source)
     monkeypatch.setattr(local_machine, "core_count", lambda: 4)
     assert "cores" not in describe_plan(*choose_plan(job, world_size=4))
+
+
+# Modules whose batch may not be cut
+
+
+@pytest.mark.parametrize(
+    ("norm", "processes"),
+    [
+        ("batch 1d", 2),
+        ("batch 2d", 2),
+        ("batch without statistics", 2),
+        ("sync", 2),
+        ("group", 2),
+        ("instance", 2),
+        ("tracked instance", 1),
+        ("running", 1),
+        ("replacing", 1),
+    ],
+)
+def test_what_is_chosen_for_a_normalised_module_is_proven(
+    norm: str, processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody has set a micro-batch, so nobody may be told of one. A module that updates buffers runs in one process."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    run = {"device": "cpu", "processes": 2}
+    model = {"name": "python:user_modules:normalised", "args": {"norm": norm}}
+    job = make_job({"model": model, "batch": {"samples": 32}, "run": run})
+
+    layout = choose_layout(job)
+    assert layout.world == processes
+
+    said: list[str] = []
+    prove(prepare(job, layout), said.append)
+    assert len(said) == processes - 1  # with one process there is nothing to prove
+    (result,) = verify(job.model_copy(update={"precision": "float64"}), [layout], steps=2)
+    assert result.ok, result.describe()
+
+
+@pytest.mark.parametrize(
+    ("norm", "reason"),
+    [
+        ("batch 2d", "its batch norms take means over all samples that run together"),
+        ("running", "its forward updates the buffer 1.mean from the samples that run together"),
+    ],
+)
+def test_a_batch_that_may_not_be_cut_is_refused_by_what_was_set(norm: str, reason: str) -> None:
+    job = make_job(
+        {"model": {"name": "python:user_modules:normalised", "args": {"norm": norm}}, "batch": {"samples": 32}}
+    )
+    sentence = (
+        r"layout 'micro_batch=4' cuts the 32 samples of each rank into 8 micro-batches, but this module "
+        rf"must run them as one, because {reason}; leave micro_batch out of the layout"
+    )
+    with pytest.raises(LayoutError, match=sentence):
+        prepare(job, Layout.parse("micro_batch=4"))

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from shardwise.job import DecoderConfig
 from shardwise.models.chain import Chain, init_weights
 from shardwise.models.gpt import build_gpt
+from shardwise.models.layers import parametrize
 from shardwise.models.registry import family_of, parse_model
 from shardwise.parallel.prepare import forward_flops
 
@@ -156,3 +157,14 @@ def test_with_mup_activations_move_alike_at_every_width(base: int) -> None:
         moved.append(float((chain(tokens[:, :-1], ids=torch.arange(8)) - first).square().mean().sqrt()))
     ratio = moved[1] / moved[0]
     assert 0.5 < ratio < 2.0 if base else ratio > 3.0, moved
+
+
+def test_modules_that_are_parametrized_alike_share_a_class() -> None:
+    """The compiler guards on the class: with one of its own, every block would be compiled again."""
+    layers = [torch.nn.Linear(2, 2) for _ in range(2)]
+    for layer in layers:
+        parametrize(layer, "weight", torch.neg)
+
+    assert type(layers[0]) is type(layers[1])
+    assert type(layers[0]) is not torch.nn.Linear
+    assert torch.equal(layers[0].weight, -layers[0]._parameters["weight"])

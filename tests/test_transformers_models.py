@@ -57,6 +57,7 @@ def verify_layouts(case: Job, *layouts: str) -> list[VerifyResult]:
     return verify(case, [Layout.parse(layout) for layout in layouts], steps=2)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(("model_type", "args", "layouts"), [
     ("llama", LLAMA, ["shard=2 zero=3", "pipeline=2 micro_batch=2", ZERO_BUBBLE, "tensor=2", "context=2",
                       "context=2 context_method=ulysses", "pipeline=2 shard=2 tensor=2 micro_batch=1"]),
@@ -84,8 +85,8 @@ MLP = "model.layers.*.mlp"
     ({f"{MLP}.gate_proj": "colwise", f"{MLP}.down_proj": "rowwise"}, "model.layers.0.mlp"),
 ], ids=["colwise for rowwise", "a missing style"])  # fmt: skip
 def test_a_plan_with_shapes_that_do_not_fit_names_the_module(plan, culprit):
-    with pytest.raises(LayoutError, match=rf"^tensor_plan: shapes do not fit in {culprit} \("):
-        verify_layouts(job("llama", LLAMA, plan), "tensor=2")
+    (result,) = verify_layouts(job("llama", LLAMA, plan), "tensor=2")
+    assert f"did not finish: tensor_plan: shapes do not fit in {culprit} (" in result.describe()
 
 
 def test_a_plan_with_wrong_numbers_names_the_module():
@@ -116,8 +117,8 @@ def test_the_anatomy_of_llama():
      "transformers; did you mean 'llama'?"),
     ("llama", {"hiden_size": 16}, "shard=2", "[model.args]: LlamaConfig has no field 'hiden_size'; did you mean "
      "'hidden_size'?"),
-    ("gpt2", {**GPT2, "attn_pdrop": 0.1}, "shard=2", "model.args: attn_pdrop = 0.1 must be 0: attention kernels cannot "
-     "draw the same dropout masks in every layout; set attn_pdrop = 0."),
+    ("gpt2", {**GPT2, "attn_pdrop": 0.1}, "shard=2", "shard=2: model.args: attn_pdrop = 0.1, and attention kernels "
+     "cannot draw the same dropout masks in every layout; set attn_pdrop = 0, or use one process."),
     ("detr", {}, "shard=2", "model.name = 'hf:detr': DetrConfig is no language model, encoder-decoder or image "
      'classifier; build it in a function of your own and name that: "python:package.module:function".'),
     ("gpt2", GPT2, "tensor=2", "tensor=2: the model has no tensor-parallel plan; set plan= or [model.tensor_plan]."),
@@ -132,9 +133,9 @@ def test_the_anatomy_of_llama():
      "shard."),
     ("bart", BART, ZERO_BUBBLE, "schedule=zero-bubble: model.decoder.layernorm_embedding uses weights on an input "
      "other than the blocks' output, so PyTorch cannot split its backward; use schedule=1f1b or interleaved."),
-    ("opt", OPT, "shard=2", "model.decoder.layers.0 draws random "
+    ("opt", OPT, "shard=2", "shard=2: model.decoder.layers.0 draws random "
      "numbers in its forward (functional dropout, for example), which would differ between layouts; use nn.Dropout "
-     "there, or set its probability to 0."),
+     "there, set its probability to 0, or use one process."),
 ], ids=lambda value: value if isinstance(value, str) and len(value) < 9 else "")  # fmt: skip
 def test_what_cannot_run_is_refused_in_a_sentence(model_type, args, layout, sentence):
     with pytest.raises((JobError, LayoutError)) as refused:
@@ -172,6 +173,7 @@ def save(folder, model_type, args, noise=0.0, dtype=None, **saving):
     module.to(dtype).save_pretrained(folder, **saving)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("model_type", "args", "layout"),
     [("llama", LLAMA | {"tie_word_embeddings": True}, "pipeline=2 tensor=2"), ("mixtral", MIXTRAL, "shard=2 expert=2")],
@@ -206,6 +208,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path):
         prepare(job(str(tmp_path), {"vocab_size": 63}), Layout())
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("model_type", "args"), [("llama", LLAMA | {"tie_word_embeddings": True}), ("mixtral", MIXTRAL)]
 )
@@ -287,6 +290,7 @@ def unseen_config(draw):
     return kind, {key: value for key, value in args.items() if key in known}, choose(torch.float32, torch.bfloat16)
 
 
+@pytest.mark.cluster
 @settings(max_examples=6, deadline=None)
 @given(unseen_config(), st.sampled_from([3000, 10**9]))
 def test_folders_nobody_has_seen(tmp_path_factory, drawn, max_file_bytes):
@@ -326,3 +330,14 @@ def test_folders_nobody_has_seen(tmp_path_factory, drawn, max_file_bytes):
                      for path in (place / "base", place / "out"))  # fmt: skip
     assert before.keys() == after.keys()
     assert all(before[name].dtype == after[name].dtype and torch.equal(before[name], after[name]) for name in before)
+
+
+def test_in_float64_positions_meet_frequencies_in_float64() -> None:
+    """As transformers 5.17 writes rotary embeddings: frequencies and whole numbers, both cast to float32."""
+    frequencies = torch.tensor([1.0, 0.1], dtype=torch.float64)
+    positions = torch.arange(3)
+    with KeepFloat64():
+        angles = positions[:, None].float() * frequencies[None, :].float()
+        same_angles = positions[:, None].to(torch.float32) @ frequencies[None, :].to(dtype=torch.float32)
+    assert angles.dtype is torch.float64 and same_angles.dtype is torch.float64
+    assert torch.equal(angles[2], 2 * frequencies)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections import UserDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -356,8 +359,10 @@ class Frozen(nn.Module):
         return self.head(x.mean(1))
 
 
-def frozen() -> Task:
-    return Task(Frozen, nn.CrossEntropyLoss(), vectors(), plan=BLOCK_PLAN)
+def frozen(held_out: int = 0) -> Task:
+    rows = vectors()
+    held = Rows(*(column[:held_out] for column in rows.columns)) if held_out else None
+    return Task(Frozen, nn.CrossEntropyLoss(), rows, validation=held, plan=BLOCK_PLAN)
 
 
 class TiedLM(nn.Module):
@@ -408,9 +413,10 @@ class GroupedAttention(nn.Module):
 class LongLM(nn.Module):
     """A language model for long sequences: attention and positions are those of shardwise."""
 
-    def __init__(self, depth: int = 4, arange: bool = False):
+    def __init__(self, depth: int = 4, arange: bool = False, scaled: bool = False):
         super().__init__()
         self.arange = arange
+        self.scale = nn.Parameter(torch.tensor(0.8)) if scaled else 1.0
         self.tokens, self.places = nn.Embedding(VOCAB, 16), nn.Embedding(8, 16)
         self.blocks = nn.ModuleList(Block(16, GroupedAttention(16, 4, 2), 0.1) for _ in range(depth))
         self.head = nn.Linear(16, VOCAB)
@@ -420,16 +426,78 @@ class LongLM(nn.Module):
         x = self.tokens(tokens) + self.places(positions)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        return self.head(self.scale * x)
 
 
-def long_lm(arange: bool = False) -> Task:
+def long_lm(arange: bool = False, scaled: bool = False) -> Task:
     words = integers(VOCAB, 9)
     return Task(
-        lambda: LongLM(arange=arange),
+        lambda: LongLM(arange=arange, scaled=scaled),
         lambda logits, y: F.cross_entropy(logits.transpose(1, 2), y, ignore_index=3, reduction="sum"),
         Rows(words[:, :-1], words[:, 1:]), count=lambda batch: (batch[1] != 3).sum(), plan=BLOCK_PLAN,
     )  # fmt: skip
+
+
+class ScaledLinear(nn.Linear):
+    """A linear layer with a learned factor beside its weight."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__(inputs, outputs)
+        self.scale = nn.Parameter(torch.tensor(1.2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+class ScaledBlock(Block):
+    """A block with a learned number before each residual branch, as in ReZero, and one in a layer that is split."""
+
+    def __init__(self, width: int):
+        super().__init__(width, dropout=0.1)
+        self.gates = nn.ParameterList([torch.tensor(0.3), torch.tensor(0.2)])
+        self.up = ScaledLinear(width, 2 * width)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        x = x + self.gates[0] * self.drop(self.attention(self.norm1(x), mask))
+        return x + self.gates[1] * self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
+
+
+class Rescale(nn.Module):
+    """Holds nothing but a number."""
+
+    def __init__(self, factor: nn.Parameter):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+class Temperatures(nn.Module):
+    """Compares with class vectors as CLIP does, with a learned temperature; other numbers are shared or frozen."""
+
+    def __init__(self, depth: int = 4):
+        super().__init__()
+        self.stem = nn.Linear(FEATURES, FEATURES)
+        shared = nn.Parameter(torch.tensor(0.9))
+        self.before, self.after = Rescale(shared), Rescale(shared)
+        self.fixed = nn.Parameter(torch.tensor(1.5), requires_grad=False)
+        self.blocks = nn.ModuleList(ScaledBlock(FEATURES) for _ in range(depth))
+        self.classes = nn.Parameter(torch.randn(CLASSES, FEATURES, generator=torch.Generator().manual_seed(5)))
+        self.logit_scale = nn.Parameter(torch.tensor(2.6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.before(self.stem(x))
+        x = torch.stack((x, x.flip(1)), 1)
+        for block in self.blocks:
+            x = block(x)
+        x = self.fixed * self.after(x.mean(1))
+        return self.logit_scale.exp() * F.normalize(x, dim=-1) @ F.normalize(self.classes, dim=-1).T
+
+
+def temperatures(optimizer: str = "") -> Task:
+    factory = getattr(torch.optim, optimizer) if optimizer else None
+    return Task(Temperatures, nn.CrossEntropyLoss(), vectors(), plan=BLOCK_PLAN, optimizer=factory)
 
 
 # Inputs and outputs of many kinds
@@ -548,6 +616,72 @@ class Convolutions(nn.Module):
 
 def batch_norm() -> Task:
     return Task(Convolutions, nn.CrossEntropyLoss(), images(), validation=images())
+
+
+class RunningNorm(nn.Module):
+    """A norm of its author's: by running statistics that its forward updates."""
+
+    mean: Tensor
+    square: Tensor
+
+    def __init__(self, features: int):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(features))
+        self.register_buffer("square", torch.ones(features))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean.lerp_(x.detach().mean((0, 2, 3)), 0.1)
+            self.square.lerp_(x.detach().square().mean((0, 2, 3)), 0.1)
+        scale = (self.square - self.mean.square()).clamp(min=1e-3).rsqrt()
+        return (x - self.mean[:, None, None]) * scale[:, None, None]
+
+
+class ReplacingNorm(RunningNorm):
+    """Sets its buffers to new tensors instead of changing them in place."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 2, 3))
+        return x - self.mean[:, None, None]
+
+
+NORMS = {
+    "batch 2d": nn.BatchNorm2d,
+    "batch without statistics": lambda features: nn.BatchNorm2d(features, affine=False, track_running_stats=False),
+    "sync": nn.SyncBatchNorm,
+    "group": lambda features: nn.GroupNorm(2, features),
+    "instance": nn.InstanceNorm2d,
+    "tracked instance": lambda features: nn.InstanceNorm2d(features, track_running_stats=True),
+    "running": RunningNorm,
+    "replacing": ReplacingNorm,
+}
+
+
+def normalised(norm: str) -> Task:
+    if norm == "batch 1d":
+        return Task(
+            lambda: nn.Sequential(
+                nn.Linear(FEATURES, 6, bias=False), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, CLASSES)
+            ),
+            nn.CrossEntropyLoss(),
+            vectors(),
+        )
+    if norm == "a block beside dropout":  # the trunk is the layers of one width, of which each is a block
+        return Task(
+            lambda: nn.Sequential(
+                nn.Linear(FEATURES, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.1), nn.Linear(6, CLASSES)
+            ),
+            nn.CrossEntropyLoss(),
+            vectors(),
+        )
+    return Task(
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 4, 3, bias=False), NORMS[norm](4), nn.Tanh(), nn.Flatten(), nn.Linear(144, CLASSES)
+        ),
+        nn.CrossEntropyLoss(),
+        images(),
+    )
 
 
 class Experts(nn.Module):
@@ -763,3 +897,234 @@ class UnusedHead(SkipMLP):
 
 def unused_head() -> Task:
     return Task(UnusedHead, lambda output, y: F.cross_entropy(output[0], y), vectors())
+
+
+# Collators
+
+
+class Text(nn.Module):
+    """Classifies sentences of any length by the mean of their words; takes what transformers' tokenizers give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCAB, FEATURES)
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        mask = attention_mask[..., None].to(self.words.weight.dtype)
+        return self.head((self.words(input_ids) * mask).sum(1) / mask.sum(1))
+
+
+class Words(nn.Module):
+    """Predicts each word from the word itself: a language model for collators that make labels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(VOCAB, FEATURES)
+        self.head = nn.Linear(FEATURES, VOCAB)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.words(input_ids))
+
+
+class Sentences:
+    """Sentences of 2 to 6 words, as lists, as a tokenizer gives them."""
+
+    def __init__(self, key: str = "label"):
+        self.key = key
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        length = 2 + index % 5
+        row: dict[str, Any] = {"input_ids": [(3 * index + place) % VOCAB for place in range(length)]}
+        if self.key:
+            row[self.key] = index % CLASSES
+        return row
+
+
+def pad(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Pads to the longest sentence of the batch."""
+    longest = max(len(row["input_ids"]) for row in rows)
+    lengths = torch.tensor([len(row["input_ids"]) for row in rows])
+    ids = [row["input_ids"] + [0] * (longest - len(row["input_ids"])) for row in rows]
+    return {
+        "input_ids": torch.tensor(ids),
+        "attention_mask": (torch.arange(longest) < lengths[:, None]).long(),
+        "labels": torch.tensor([row["label"] for row in rows]),
+    }
+
+
+class Padded(NamedTuple):
+    inputs: dict[str, Tensor]
+    labels: Tensor
+
+
+@dataclass
+class PaddedData:
+    inputs: dict[str, Tensor]
+    labels: Tensor
+
+
+def as_named_tuple(rows: list[dict[str, Any]]) -> Padded:
+    batch = pad(rows)
+    labels = batch.pop("labels")
+    return Padded(batch, labels)
+
+
+def as_data(rows: list[dict[str, Any]]) -> PaddedData:
+    return PaddedData(*as_named_tuple(rows))
+
+
+def in_any_order(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Its keys come in the order of the longest sentence's parity."""
+    batch = pad(rows)
+    keys = list(batch)
+    return {key: batch[key] for key in (keys if batch["input_ids"].shape[1] % 2 else reversed(keys))}
+
+
+def without_a_mask(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Leaves out the mask where no sentence is padded."""
+    batch = pad(rows)
+    if bool(batch["attention_mask"].all()):
+        batch.pop("attention_mask")
+    return batch
+
+
+def shuffled(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Masks words at random."""
+    batch = pad(rows)
+    batch["attention_mask"] = batch["attention_mask"] * (torch.rand(batch["attention_mask"].shape) > 0.1)
+    return batch
+
+
+def of_transformers(kind: str) -> Any:
+    import tokenizers
+    import transformers
+
+    words = {f"w{number}": number for number in range(VOCAB - 2)} | {"[PAD]": VOCAB - 2, "[MASK]": VOCAB - 1}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=model, pad_token="[PAD]", mask_token="[MASK]")
+    if kind == "padding":
+        return transformers.DataCollatorWithPadding(tokenizer)
+    mlm = kind == "masked language modeling"
+    return transformers.DataCollatorForLanguageModeling(tokenizer, mlm=mlm)
+
+
+COLLATORS: dict[str, Callable[[list[Any]], Any]] = {
+    "longest": pad,
+    "user dict": lambda rows: UserDict(pad(rows)),
+    "read-only": lambda rows: MappingProxyType(pad(rows)),
+    "nested": lambda rows: UserDict({"text": UserDict(pad(rows)), "more": [pad(rows)["labels"]]}),
+    "named tuple": as_named_tuple,
+    "dataclass": as_data,
+    "names": lambda rows: {**pad(rows), "names": [f"sample {row['label']}" for row in rows]},
+    "number": lambda rows: {**pad(rows), "length": 3},
+    "any order": in_any_order,
+    "without a mask": without_a_mask,
+    "random": shuffled,
+}
+
+
+def _inputs_of(batch: Any) -> Any:
+    inputs = batch
+    if isinstance(batch, tuple):
+        inputs = batch[0]
+    elif "text" in batch:
+        inputs = batch["text"]
+    return UserDict({key: inputs[key] for key in ("input_ids", "attention_mask")})
+
+
+def _labels_of(batch: Any) -> Tensor:
+    if isinstance(batch, Tensor):
+        return batch
+    return batch["text"]["labels"] if "text" in batch else batch["labels"]
+
+
+def collated(kind: str) -> Task:
+    if kind in ("language modeling", "masked language modeling"):
+        return Task(
+            Words,
+            lambda logits, batch: F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum"),
+            Sentences(key=""),
+            collate=of_transformers(kind),
+            count=lambda batch: (batch["labels"] != -100).sum(),
+        )
+    return Task(
+        Text,
+        lambda logits, batch: F.cross_entropy(logits, _labels_of(batch)),
+        Sentences(),
+        collate=of_transformers(kind) if kind == "padding" else COLLATORS[kind],
+        inputs=_inputs_of,
+    )
+
+
+# Metrics
+
+
+def error_of_each(output: Tensor, target: Tensor) -> Tensor:
+    return (output.argmax(1) != target).double()
+
+
+def share_of_errors(output: Tensor, target: Tensor) -> Tensor:
+    return error_of_each(output, target).mean()
+
+
+def measured(metric: str) -> Task:
+    metrics = {"errors": {"vector": error_of_each, "scalar": share_of_errors}[metric]}
+    model = lambda: nn.Linear(FEATURES, CLASSES)  # noqa: E731
+    return Task(model, nn.CrossEntropyLoss(), vectors(), validation=vectors(), metrics=metrics)
+
+
+# What the forward changes, and what is no part of the module
+
+
+class Taught(nn.Module):
+    """Has a teacher: frozen parameters that follow the student in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = nn.Linear(FEATURES, CLASSES)
+        self.teacher = nn.Linear(FEATURES, CLASSES).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                for weight, follows in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                    weight.mul_(0.5).add_(follows, alpha=0.5)
+        return self.student(x) + self.teacher(x)
+
+
+def taught() -> Task:
+    return Task(Taught, nn.CrossEntropyLoss(), vectors())
+
+
+class ShiftedNorm(nn.BatchNorm1d):
+    """A batch norm whose forward is its author's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x) + 3
+
+
+def shifted_norm() -> Task:
+    model = lambda: nn.Sequential(nn.Linear(FEATURES, 6), ShiftedNorm(6), nn.Tanh(), nn.Linear(6, CLASSES))  # noqa: E731
+    return Task(model, nn.CrossEntropyLoss(), vectors())
+
+
+class TableOutside(nn.Module):
+    """Multiplies by a tensor that is neither parameter nor buffer, so that no cast of the module reaches it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = [torch.randn(FEATURES, FEATURES, generator=torch.Generator().manual_seed(3))]
+        self.head = nn.Linear(FEATURES, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x @ self.table[0])
+
+
+def float32_outside() -> Task:
+    """The class weights of the loss are in float32, too."""
+    weighted = nn.CrossEntropyLoss(weight=torch.linspace(0.5, 2.0, CLASSES), reduction="sum")
+    return Task(TableOutside, weighted, vectors(), count=lambda batch: len(batch[1]))

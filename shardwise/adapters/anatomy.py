@@ -3,13 +3,16 @@
 The trunk is the largest run of blocks in a list that are called once each, in a row, every block on the output of the
 one before (the stream), which keeps its shape. What runs before it is the prologue, what runs after it the epilogue. A
 pipeline cuts between blocks, so nothing but the stream may cross: a tensor that was computed from weights in one part
-and is used in another is reported by the names of both modules. A forward that reads values cannot run on fake tensors.
-Such a module has no trunk, and all parameters count as used."""
+and is used in another is reported by the names of both modules.
+
+A forward that reads values cannot run on fake tensors. One that draws from Python's generator, or that took another
+path in the second of two runs, may take yet another one in a step. Such a module has no trunk, and all of its
+parameters count as used."""
 
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -22,6 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.errors import JobError
 from shardwise.models.trace import storage_key, tensors_in, with_fake_tensors
+from shardwise.random import generator_states_outside_torch
 
 # Operators that read the shape of a tensor and not its values.
 SHAPE_ONLY = ("zeros_like", "ones_like", "empty_like", "full_like", "new_zeros", "new_ones", "new_empty", "new_full")
@@ -43,34 +47,37 @@ class Anatomy:
     Empty: a block returns the stream alone."""
     returns_tuple: bool = False
     parts_of: dict[str, tuple[int, ...]] = field(default_factory=dict)  # by parameter: the parts that use it, if any
+    called: frozenset[str] = frozenset()  # modules whose forward runs
     called_once: frozenset[str] = frozenset()  # modules whose forward runs exactly once
     units: tuple[str, ...] = ()  # modules besides blocks whose parameters nothing else uses: FSDP can shard them
     altered: set[str] = field(default_factory=set)  # modules whose output is changed in place after they returned it
     in_place_blocks: set[str] = field(default_factory=set)  # blocks that change activations in place
     changes_input: str = ""  # a block that changes its input in place; empty if none does
     without_gradient: frozenset[str] = frozenset()  # parameters that the loss does not depend on
-    reads_values: bool = False  # in Python, of tensors: the forward may use other parameters in each step
+    varies: bool = False  # the forward may use other parameters in each step, for example since it reads values
     crossing: str = ""  # why the trunk cannot be cut into pipeline stages; empty if it can
     second_path: str = ""  # module that uses weights on a path not from the stream, such as a decoder's
     random_module: str = ""  # the first module that draws random numbers by itself, not through `nn.Dropout`
     written_buffers: list[str] = field(default_factory=list)  # that the forward updates, such as a batch norm's
+    written_weights: set[str] = field(default_factory=set)  # parameters that the forward changes, such as a teacher's
     flops: list[float] = field(default_factory=lambda: [1.0, 1.0])  # of each part's forward, for the traced batch
 
 
-class _ReadsValues(JobError):
-    """The forward reads the value of a tensor."""
+class _ForwardVaries(JobError):
+    """The forward may take another path in each step: it reads the value of a tensor, for example."""
 
 
 def find_anatomy(module: nn.Module, run: Run, trunk: str = "") -> Anatomy:
     """Runs a module twice on fake tensors. `trunk` names the list of blocks instead of looking for it."""
     calls = _Calls(module, trunk)
+    generators_before = generator_states_outside_torch()
     try:
         try:
-            _run_fake(module, run, calls.hooks, nullcontext(), 2 * TRACED_SAMPLES)
+            _run_fake(module, run, calls.hooks, calls.used_parameters, 2 * TRACED_SAMPLES)
         except JobError:
             module.eval()  # layers that are dropped at random (OPT) ask for a random number even with probability 0
             calls = _Calls(module, trunk)
-            _run_fake(module, run, calls.hooks, nullcontext(), 2 * TRACED_SAMPLES)
+            _run_fake(module, run, calls.hooks, calls.used_parameters, 2 * TRACED_SAMPLES)
         blocks, stream_key, larger_stream = calls.find_trunk()
         if trunk and not blocks:
             raise JobError(f"{trunk!r} is no list of blocks of which each runs once on the output of the one before.")
@@ -79,13 +86,44 @@ def find_anatomy(module: nn.Module, run: Run, trunk: str = "") -> Anatomy:
             tracker.found.random_module = "layerdrop"
         with _DropoutFinder(tracker):
             loss = _run_fake(module, run, tracker.hooks, tracker, TRACED_SAMPLES)
-    except _ReadsValues as error:
-        norms = [name for name, part in module.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
-        return Anatomy(parts_of={name: (0,) for name, _ in module.named_parameters()}, reads_values=True,
-                       crossing=str(error), written_buffers=[f"{name}.running_mean" for name in norms])  # fmt: skip
+        if generator_states_outside_torch() != generators_before:
+            return _anatomy_of_varying(module, _draws_in_python(module), random_module=type(module).__name__)
+        _check_same_path(module, calls.used_parameters.names, set(tracker.found.parts_of))
+    except _ForwardVaries as error:
+        return _anatomy_of_varying(module, str(error))
     finally:
         module.train()
     return tracker.anatomy(loss, larger_stream)
+
+
+def _anatomy_of_varying(module: nn.Module, reason: str, random_module: str = "") -> Anatomy:
+    """Returns what is true of a module whose forward may take another path in each step."""
+    norms = [name for name, part in module.named_modules() if isinstance(part, nn.modules.batchnorm._BatchNorm)]
+    return Anatomy(
+        parts_of={name: (0,) for name, _ in module.named_parameters()},
+        varies=True,
+        crossing=reason,
+        random_module=random_module,
+        written_buffers=[f"{name}.running_mean" for name in norms],
+        written_weights={name for name, _ in module.named_parameters()},  # nobody can tell
+    )
+
+
+def _check_same_path(module: nn.Module, first: set[str], second: set[str]) -> None:
+    """Raises `_ForwardVaries` unless two runs used the same parameters; a forward may count its calls, for example."""
+    if first != second:
+        name = min(first ^ second)
+        raise _ForwardVaries(
+            f"{type(module).__name__}'s forward used the parameter {name} in one of two runs only, "
+            "so it cannot be analysed; use replicate and shard only"
+        )
+
+
+def _draws_in_python(module: nn.Module) -> str:
+    return (
+        f"{type(module).__name__}'s forward draws random numbers with Python's or NumPy's generator, "
+        "so it cannot be analysed; use torch's generator, or use one process"
+    )
 
 
 def _run_fake(module: nn.Module, run: Run, hooks: Callable[[], Any], mode: Any, samples: int) -> Tensor:
@@ -109,9 +147,24 @@ def _explain(module: nn.Module, error: Exception) -> JobError:
     if "DataDependent" in kind or "DynamicOutput" in kind or "UnbackedSymInt" in kind:
         what = f"{name}'s forward reads the value of a tensor in Python{place}, so it cannot be analysed without values"
         remedy = "use torch.where or masks instead of `if`, `.item()` and `.nonzero()`, or use replicate and shard only"
-        return _ReadsValues(f"{what}; {remedy}")
+        return _ForwardVaries(f"{what}; {remedy}")
     first_line = (str(error).splitlines() or [""])[0]
     return JobError(f"{name} failed on the example batch{place}: {kind}: {first_line.rstrip('.')}.")
+
+
+class _UsedParameters(TorchDispatchMode):
+    """Records the names of the parameters that operators get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.name_of: dict[int, str] = {}
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in tensors_in((args, kwargs)):
+            if id(tensor) in self.name_of:
+                self.names.add(self.name_of[id(tensor)])
+        return func(*args, **(kwargs or {}))
 
 
 class _Calls:
@@ -125,8 +178,12 @@ class _Calls:
                       for key, child in children.items()}  # fmt: skip
         self.calls: dict[nn.Module, list[tuple[dict[int | str, Any], Tensor | None]]] = {}
         """By child of a list: the arguments of each call, and the stream in what it returned."""
+        self.module = module
+        self.used_parameters = _UsedParameters()
 
     def hooks(self) -> list[RemovableHandle]:
+        # Only now are the parameters those that the run will use: fake ones.
+        self.used_parameters.name_of = {id(p): name for name, p in self.module.named_parameters()}
         return [child.register_forward_hook(self._record, with_kwargs=True) for child in self.names]
 
     def _record(self, child: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
@@ -182,7 +239,11 @@ class _Tracker(TorchDispatchMode):
     def hooks(self) -> list[RemovableHandle]:
         self.names = {part: name for name, part in self.module.named_modules()}
         self.parameters = {id(p): name for name, p in self.module.named_parameters()}
-        self.buffers = {id(b): name for name, b in self.module.named_buffers()}
+        # By storage: a forward may write through a view, as `buffer[0] = x` and instance norms do.
+        self.buffers = {storage_key(buffer): name for name, buffer in self.module.named_buffers()}
+        self.buffers_before = dict(self.module.named_buffers())
+        self.weight_storages = {name: storage_key(weight) for name, weight in self.module.named_parameters()}
+        self.weights = {storage: name for name, storage in self.weight_storages.items()}
         handles = [part.register_forward_pre_hook(self._enter, with_kwargs=True) for part in self.names]
         return handles + [part.register_forward_hook(self._leave, with_kwargs=True) for part in self.names]
 
@@ -205,6 +266,9 @@ class _Tracker(TorchDispatchMode):
         name = self.stack.pop()
         for leaf in tensors_in(out):
             self.returned.setdefault(storage_key(leaf), (leaf, set()))[1].add(name)
+        if module is self.module:
+            self._note_replaced_buffers()
+            self._note_replaced_weights()
         if module in self.block_index:
             self.found.stream, self.inside_block = _stream_of(out), False
             if isinstance(out, tuple | list):
@@ -212,6 +276,24 @@ class _Tracker(TorchDispatchMode):
             if self.part == len(self.found.blocks):
                 self.part += 1
                 self._hand_over(self.found.stream)
+
+    def _note_replaced_buffers(self) -> None:
+        """Notes the buffers that the forward has set to new tensors, as in `self.mean = 0.9 * self.mean + ...`.
+
+        One that is not saved with the module is a cache, such as a mask of the batch's size. If it is more than that,
+        the proof sees what it does to the next step."""
+        for name, buffer in self.module.named_buffers():
+            owner, _, key = name.rpartition(".")
+            is_saved = key not in self.module.get_submodule(owner)._non_persistent_buffers_set
+            if is_saved and buffer is not self.buffers_before.get(name):
+                self.found.written_buffers.append(name)
+
+    def _note_replaced_weights(self) -> None:
+        """Notes the parameters whose data the forward has set to another tensor, as in `weight.data = ...`."""
+        now = dict(self.module.named_parameters())
+        for name, storage in self.weight_storages.items():
+            if name in now and storage_key(now[name]) != storage:
+                self.found.written_weights.add(name)
 
     def _note_outputs(self, out: Any, arguments: dict[int | str, Any], name: str) -> None:
         """Notes what a block returns besides the stream: an argument, or what no other block may use."""
@@ -261,19 +343,23 @@ class _Tracker(TorchDispatchMode):
             value = values.get(argument.name)
             if argument.alias_info is None or not argument.alias_info.is_write or not isinstance(value, Tensor):
                 continue
-            if id(value) in self.buffers:
-                found.written_buffers.append(self.buffers[id(value)])
+            if storage_key(value) in self.buffers:
+                found.written_buffers.append(self.buffers[storage_key(value)])
+            if storage_key(value) in self.weights:
+                found.written_weights.add(self.weights[storage_key(value)])
             _, names = self.returned.get(storage_key(value), (None, set()))
             found.altered |= names
-            if self.inside_block and id(value) not in self.buffers:
+            if self.inside_block and storage_key(value) not in self.buffers:
                 found.in_place_blocks.add(found.blocks[self.part - 1])
                 if found.stream is not None and storage_key(value) == storage_key(found.stream):
                     found.changes_input = found.blocks[self.part - 1]
             blocks = [name for name in names if name in found.blocks]
             if blocks and not self.inside_block and self.part <= len(found.blocks) and not found.crossing:
                 found.crossing = f"the output of {blocks[0]} is changed in place outside of the blocks"
-        if name.endswith("batch_norm") and values.get("training") and id(values.get("running_mean")) in self.buffers:
-            found.written_buffers.append(self.buffers[id(values["running_mean"])])
+        running_mean = values.get("running_mean")
+        is_updated = name.endswith("batch_norm") and values.get("training") and isinstance(running_mean, Tensor)
+        if is_updated and storage_key(running_mean) in self.buffers:
+            found.written_buffers.append(self.buffers[storage_key(running_mean)])
         is_random = torch.Tag.nondeterministic_seeded in func.tags and "scaled_dot_product" not in name
         if is_random or values.get("dropout_p"):
             self.note_random()
@@ -297,6 +383,7 @@ class _Tracker(TorchDispatchMode):
             if dim is None and not found.crossing:
                 found.crossing = f"the output of {found.blocks[-1]} has no dimension that grows with the samples"
             found.stream, found.stream_dim = torch.empty_like(found.stream, device="meta"), dim or 0
+        found.called = frozenset(self.calls)
         found.called_once = frozenset(name for name, count in self.calls.items() if count == 1)
         found.units = tuple(self._units(self.module, ""))
         found.without_gradient = self._without_gradient(loss)

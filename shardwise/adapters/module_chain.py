@@ -9,39 +9,105 @@ import copy
 import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import TreeSpec, tree_map_only, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_map_only, tree_unflatten
 
 from shardwise.adapters.anatomy import Anatomy
+from shardwise.adapters.gradient_hooks import carry_hooks, check_changes
 from shardwise.adapters.split_attention import SPLIT, split_sequence
 from shardwise.adapters.task import Task
 from shardwise.adapters.tensor_plan import scale_head_counts
 from shardwise.errors import LayoutError
 from shardwise.models.chain import Chain, InitialValues
+from shardwise.models.layers import is_standard_batch_norm
 from shardwise.models.sharding import ShardingPlan
-from shardwise.random import Dropout
+from shardwise.random import Dropout, random_numbers_of
 
 SHAPE_ERROR = re.compile(r"must match the size|cannot be multiplied|invalid for input|multiply up to|have the same")
 
 
 class KeepFloat64(TorchFunctionMode):
-    """Within it, a module of transformers runs in float64 throughout: its casts to float32 are ignored."""
+    """Within it, a module runs in float64 throughout: what it casts to or makes in float32 is in float64.
+
+    That includes what it makes of whole numbers, such as positions, which meet float64 frequencies next, and what is
+    no part of the module and so was not cast with it: the class weights of a loss, a table in a list."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
-        if args and isinstance(args[0], Tensor) and args[0].dtype is torch.float64:
-            casts = func in (Tensor.to, Tensor.type) and any(arg is torch.float32 for arg in args[1:])
-            if func is Tensor.float or casts:
-                return args[0]
-            if kwargs.get("dtype") is torch.float32:
-                kwargs["dtype"] = torch.float64
-        return func(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        is_cast = func in (Tensor.to, Tensor.type)
+        names_float32 = any(_is_float32(arg) for arg in (*args[1:], kwargs.get("dtype")))
+        if func is Tensor.float or (is_cast and names_float32):
+            return tensors[0].double()
+
+        # Such as a softmax that is asked to compute in float32.
+        if tensors and names_float32:
+            args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+            kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
+        if {torch.float32, torch.float64} <= {tensor.dtype for tensor in tensors} and not _writes(func, kwargs):
+            args, kwargs = tree_map_only(Tensor, _widened, (args, kwargs))
+        result = func(*args, **kwargs)
+
+        # Such as `torch.zeros(4)`, or the quotient of whole numbers, which is in PyTorch's default dtype.
+        is_float32 = isinstance(result, Tensor) and result.dtype is torch.float32
+        if is_float32 and not any(tensor.dtype is torch.float32 for tensor in tensors):
+            return result.double()
+        return result
+
+
+def _writes(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether a function writes into one of its arguments, which must then be that very tensor."""
+    name = str(getattr(func, "__name__", ""))
+    if name in ("__matmul__", "__rmatmul__"):
+        return False
+    # Other operators with underscores, such as `__add__`, take two dtypes; and `__setitem__` writes.
+    return name.endswith(("_", "batch_norm", "instance_norm")) or "out" in kwargs
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.dtype is torch.float32 else tensor
+
+
+def _is_float32(dtype: Any) -> bool:
+    """Whether an argument names float32, as a dtype or in the words of old code."""
+    return dtype is torch.float32 or dtype is torch.FloatTensor or dtype == "torch.FloatTensor"
+
+
+def keep_float64_in_backward(output: Tensor) -> Tensor:
+    """Makes the backward of a module's own autograd functions keep float64, too; returns the output.
+
+    Only of these: what PyTorch and the engine do in the backward is as it is."""
+    seen: set[Any] = set()
+    pending = [output.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        pending.extend(parent for parent, _ in node.next_functions)
+
+        function = getattr(node, "_forward_cls", None)
+        if function is not None and function.__module__.partition(".")[0] not in ("torch", "shardwise"):
+            mode = KeepFloat64()
+            node.register_prehook(partial(_enter, mode))
+            node.register_hook(partial(_leave, mode))
+    return output
+
+
+def _enter(mode: KeepFloat64, grads: Any) -> None:
+    mode.__enter__()
+
+
+def _leave(mode: KeepFloat64, grad_inputs: Any, grad_outputs: Any) -> None:
+    mode.__exit__(None, None, None)
 
 
 class StageEnd(Exception):
@@ -139,9 +205,17 @@ class ModuleChain(Chain):
 
     @property
     def unsynchronized_buffer(self) -> str:
-        """A buffer that the forward updates and that is not a batch norm's; empty if there is none."""
+        """A buffer that the forward updates and that no synchronized batch norm has; empty if there is none."""
         owners = ((name, self.root.get_submodule(name.rpartition(".")[0])) for name in self.anatomy.written_buffers)
-        return next((name for name, owner in owners if not isinstance(owner, _BatchNorm)), "")
+        return next((name for name, owner in owners if not is_standard_batch_norm(owner)), "")
+
+    @property
+    def written_weights(self) -> frozenset[str]:
+        return frozenset(self.anatomy.written_weights)
+
+    @property
+    def differs_between_calls(self) -> bool:
+        return bool(self.anatomy.random_module) or self.anatomy.varies
 
     def slice(self, first: int, last: int) -> Chain:
         if (first, last) == (0, self.num_parts):
@@ -241,15 +315,24 @@ class ModuleChain(Chain):
             for name, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_floating_point() and dtype is torch.float64:
                     module._buffers[name] = buffer.to(dtype)
+                if buffer is not None and buffer.is_complex() and dtype is torch.float64:
+                    module._buffers[name] = buffer.to(torch.complex128)
         return self
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
-        """Allocates parameters; buffers keep their values, if they have any."""
+        """Allocates parameters, which keep their hooks; buffers keep their values, if they have any."""
+        slots = [(part, name, weight) for part in self.modules() for name, weight in part._parameters.items()]
         named = [(part, name, buffer) for part in self.modules() for name, buffer in part._buffers.items()]
         buffers = [(part, name, buffer) for part, name, buffer in named if buffer is not None and not buffer.is_meta]
         super().to_empty(device=device)
         for part, name, buffer in buffers:
             part._buffers[name] = buffer.to(device)
+        for part, name, weight in slots:
+            allocated = part._parameters[name]
+            if weight is not None and allocated is not None:
+                carry_hooks(weight, allocated)
+        for name, parameter in self.named_parameters():
+            check_changes(parameter, name)
         return self
 
     def configure(self, device: torch.device, dtype: torch.dtype, tensor_degree: int) -> None:
@@ -287,6 +370,20 @@ class ModuleChain(Chain):
                 block.forward = _with_ids(block.forward, self.state)
                 block.register_forward_pre_hook(add_ids, with_kwargs=True)
 
+    def recomputable(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the forward of a block so that it keeps float64 by itself.
+
+        The backward recomputes a block outside of the module's forward, where nothing else would keep it."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self.compute_dtype is not torch.float64:
+                return forward(*args, **kwargs)
+
+            with KeepFloat64():
+                return forward(*args, **kwargs)
+
+        return run
+
     def take_metrics(self) -> dict[str, float]:
         sums, self.metric_sums = self.metric_sums, {}
         return sums
@@ -304,13 +401,15 @@ class ModuleChain(Chain):
         self.state.update(ids=ids, stream=x if self.parts[0] else None)
         SPLIT.document_ids, SPLIT.preference = extra.get("document_ids"), extra.get("preference")
         try:
-            with KeepFloat64() if dtype is torch.float64 else nullcontext():
+            with self._numbers_of(ids), KeepFloat64() if dtype is torch.float64 else nullcontext():
                 measured: dict[str, float] | None = None if self.training else {}
                 loss = self.task.call(self.root, tree_unflatten(leaves, self.spec), measured)
                 for name, value in (measured or {}).items():
                     self.metric_sums[name] = self.metric_sums.get(name, 0.0) + value * leaves[0].shape[0]
         except StageEnd as end:
             stream: Tensor = end.args[0]
+            if dtype is torch.float64:
+                keep_float64_in_backward(stream)
             return stream if dtype is None else stream.to(dtype)
         except RuntimeError as error:
             if self.tensor_degree == 1 or type(error) is not RuntimeError or not SHAPE_ERROR.search(str(error)):
@@ -319,13 +418,22 @@ class ModuleChain(Chain):
             raise LayoutError(f"tensor_plan: {problem}; check its style and those around it.") from error
         finally:
             SPLIT.document_ids = SPLIT.preference = None
-        if self.anatomy.reads_values:
+        if dtype is torch.float64:
+            keep_float64_in_backward(loss)
+        if self.anatomy.varies:
             loss = _EveryGradient.apply(loss, *(p for p in self.root.parameters() if p.requires_grad))
         if self.task.count is None:
             loss = loss * leaves[0].shape[0]  # a mean over the samples
         if self.tensor_degree > 1:  # every tensor rank has the whole loss; the ranks' gradients are summed
             loss = loss / self.tensor_degree + (loss - loss / self.tensor_degree).detach()
         return loss
+
+    def _numbers_of(self, ids: Tensor | None) -> AbstractContextManager[None]:
+        """Returns a context in which the forward draws the same random numbers whenever it gets these samples, so that
+        a run that was interrupted continues as if it had not been."""
+        if ids is None or is_fake(ids) or not self.differs_between_calls:
+            return nullcontext()
+        return random_numbers_of(self.state["seed"], int(ids[0]), ids.device)
 
     def _name_of_failing(self, error: BaseException) -> str:
         """Returns the name of the innermost module in whose forward an error was raised."""

@@ -3,14 +3,13 @@
 A script makes a `shardwise.Trainer` and calls one of its methods. The process that the user started is the launcher, or
 under torchrun a rank. A worker that the launcher starts runs the script again, up to that call, and takes its task."""
 
-import copy
 import io
 import json
 import os
 import runpy
 import sys
 from collections.abc import Callable
-from contextlib import redirect_stdout, suppress
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout, suppress
 from dataclasses import fields, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -19,24 +18,33 @@ from typing import Any, ClassVar
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map_only, tree_unflatten
 
 from shardwise.adapters.anatomy import TRACED_SAMPLES, Anatomy, find_anatomy
-from shardwise.adapters.deferred_init import build_deferred
-from shardwise.adapters.module_chain import KeepFloat64, ModuleChain, find_sample_dims, replace_dropout
+from shardwise.adapters.deferred_init import build_deferred, build_plain
+from shardwise.adapters.gradient_hooks import copy_with_hooks, first_hook
+from shardwise.adapters.module_chain import (
+    KeepFloat64,
+    ModuleChain,
+    find_sample_dims,
+    keep_float64_in_backward,
+    replace_dropout,
+)
 from shardwise.adapters.split_attention import SPLIT, context_refusal
 from shardwise.adapters.task import DatasetSource, Task, flatten_batch, load_python_task
 from shardwise.adapters.tensor_plan import make_sharding_plan
-from shardwise.errors import JobError
+from shardwise.errors import JobError, RunError
 from shardwise.models import lora
 from shardwise.models.config import ModelConfig
 from shardwise.models.family import Family, reasons
 from shardwise.models.layers import Linear
-from shardwise.models.operator_costs import OperatorCosts
+from shardwise.models.operator_costs import OperatorCosts, costs_of_parameters
 from shardwise.models.quantize import round_quantized
 from shardwise.models.registry import family_of
 from shardwise.models.sharding import ShardingPlan
 from shardwise.models.trace import trace_family, trace_module
+from shardwise.random import random_numbers_of
 
 SCRIPT_PREFIX = "script:"
 SCRIPT_TASKS: dict[str, Task] = {}  # those that `shardwise.Trainer` was given in this process, by model name
@@ -88,8 +96,16 @@ class ModuleConfig(ModelConfig):
         return check_context(self)[1]
 
     @property
-    def requires_single_micro_batch(self) -> bool:  # type: ignore[override]
-        return meta_chain(self).has_batch_statistics
+    def single_micro_batch(self) -> str:  # type: ignore[override]
+        chain = meta_chain(self)
+        hook, parameter = first_hook(chain.root)
+        if hook:
+            return f"the gradient hook {hook} of the parameter {parameter} must get the gradient of all samples"
+        if not chain.has_batch_statistics:
+            return ""
+        if chain.unsynchronized_buffer:
+            return f"its forward updates the buffer {chain.unsynchronized_buffer} from the samples that run together"
+        return "its batch norms take means over all samples that run together"
 
     @property
     def targets_are_text(self) -> bool:  # type: ignore[override]
@@ -108,7 +124,7 @@ def load_task(config: ModuleConfig) -> Task:
     names = meta_chain(config.model_copy(update={"blocks": 0})).anatomy.blocks[config.blocks :]
 
     def build() -> nn.Module:
-        module = copy.deepcopy(task.build())
+        module = copy_with_hooks(task.build())
         for name in names:
             parent, _, key = name.rpartition(".")
             del module.get_submodule(parent)._modules[key]
@@ -127,12 +143,15 @@ class ModuleFamily(Family):
     def build(self, config: Any, seed: int) -> ModuleChain:
         task = self.task(config)
         module, init = build_deferred(task.build, seed)
-        state: dict[str, Any] = {"ids": None, "stream": None}
+        state: dict[str, Any] = {"ids": None, "stream": None, "seed": seed}
         replace_dropout(module, seed, state)
+        _stop_own_synchronization(module)
+        module.train()  # its author may keep some modules in evaluation mode
         if config.lora is not None:
             lora.add_adapters(module, config.lora)
         _, spec = flatten_batch(task.example(2, config.sequence), 2)
         anatomy = self.anatomy(config, module, state)
+        _refuse_unforeseen_use(module, anatomy)
         for name, parameter in module.named_parameters():
             if name not in anatomy.parts_of or name in anatomy.without_gradient:
                 parameter.requires_grad_(False)  # nothing would ever give it a gradient
@@ -191,10 +210,13 @@ class ModuleFamily(Family):
             refused |= reasons("batch norm")
         if buffer := chain.unsynchronized_buffer:
             refused |= reasons("updated buffer", buffer=buffer)
+        hook, parameter = first_hook(chain.root)
+        if hook:
+            refused |= reasons("gradient hook", hook=hook, parameter=parameter)
+        if _collates_at_random(config):
+            refused |= reasons("random collate")
         if anatomy.random_module:
-            what = f"{anatomy.random_module} draws random numbers in its forward (functional dropout, for example)"
-            remedy = "use nn.Dropout there, or set its probability to 0"
-            raise JobError(f"{what}, which would differ between layouts; {remedy}.")
+            refused |= reasons("random numbers", module=anatomy.random_module)
         return refused
 
     def context_refusal(self, config: Any) -> str:
@@ -218,7 +240,11 @@ class ModuleFamily(Family):
         return [flops / 2 for flops in meta_chain(config).anatomy.flops]  # traced on two samples
 
     def operator_costs(self, config: Any, itemsize: int) -> Callable[..., tuple[OperatorCosts, ...]]:
-        whole, chain = trace_family(self, config, itemsize), meta_chain(config)
+        chain = meta_chain(config)
+        if self.untraceable(config):
+            shapes = [tuple(parameter.shape) for parameter in chain.parameters()]
+            return lambda samples, tensor=1: (costs_of_parameters(shapes, samples * config.length, itemsize),)
+        whole = trace_family(self, config, itemsize)
         part_of = {name: parts[0] for name, parts in chain.anatomy.parts_of.items()}
         split = {part_of[name] for name in part_of if chain.sharding_plan.shard_dim_of(name) is not None}
 
@@ -229,6 +255,9 @@ class ModuleFamily(Family):
             return tuple(_on_tensor_rank(part, tensor) if n in split else part for n, part in enumerate(parts))
 
         return lru_cache(maxsize=64)(costs)
+
+    def untraceable(self, config: Any) -> str:
+        return _why_untraceable(config)
 
     def trace_costs(self, config: Any, samples: int, dtype: torch.dtype) -> tuple[OperatorCosts, ...]:
         chain = self.build_on_meta(config).to(dtype)
@@ -252,14 +281,15 @@ class ModuleFamily(Family):
         """Returns the module as its author wrote it, on the CPU, with the weights that every layout starts from."""
         task = self.task(config)
         _, init = build_deferred(task.build, seed)
-        module = copy.deepcopy(task.model) if isinstance(task.model, nn.Module) else task.build()
-        state: dict[str, Any] = {"sample_dims": meta_chain(config).state["sample_dims"]}
+        module = copy_with_hooks(task.model) if isinstance(task.model, nn.Module) else build_plain(task.build, seed)
+        state: dict[str, Any] = {"sample_dims": meta_chain(config).state["sample_dims"], "seed": seed}
         replace_dropout(module, seed, state)
+        _stop_own_synchronization(module)
         with torch.no_grad():
             for name, parameter in module.named_parameters():
                 parameter.copy_(init.value(name))
         module.__dict__["shardwise_state"] = state
-        module = module.to(dtype).train()
+        module = _cast(module, dtype).train()
         if config.lora is not None:
             lora.add_initialized(module, config.lora, meta_chain(config), seed)
         round_quantized(module, meta_chain(config).sharding_plan)
@@ -283,25 +313,100 @@ class ModuleFamily(Family):
         _, spec = flatten_batch(task.example(2, config.sequence), 2)
         dtype = next(module.parameters()).dtype
         leaves = [leaf.to(dtype) if leaf.is_floating_point() else leaf for leaf in leaves]
-        with KeepFloat64() if dtype is torch.float64 else torch.enable_grad():
+        numbers: AbstractContextManager[None] = nullcontext()
+        if meta_chain(config).differs_between_calls:
+            seed = module.__dict__["shardwise_state"]["seed"]
+            numbers = random_numbers_of(seed, int(samples.ids[0]), samples.ids.device)
+        with numbers, KeepFloat64() if dtype is torch.float64 else torch.enable_grad():
             SPLIT.document_ids = document_ids
             try:
-                return call(tree_unflatten(leaves, spec))  # type: ignore[no-any-return]
+                output: Tensor = call(tree_unflatten(leaves, spec))
             finally:
                 SPLIT.document_ids = None
+        return keep_float64_in_backward(output) if dtype is torch.float64 else output
 
     def explain_difference(self, config: Any, layout: Any, kind: str) -> str:
         if layout.context > 1:
             return " Do positions come from shardwise.positions, and does nothing but attention mix them?"
-        if kind != "loss" or self.task(config).count is not None:
+        if kind == "buffer":
+            return (
+                " The forward updates it from the samples that it gets, once per rank and micro-batch; use one process"
+                " without micro_batch, or normalization layers of PyTorch, which are synchronized."
+            )
+        if kind == "frozen weight":
+            return (
+                " The forward changes it: once per micro-batch, and for nothing where weights are sharded (zero=2,"
+                " zero=3); use replicate or zero=1, without micro_batch."
+            )
+        if kind != "loss":
             return ""
-        remedy = "return the sum, and give `count`, the number of targets in a batch"
-        return f" If some targets are masked, samples count differently: {remedy}."
+
+        compares = (
+            " If the loss compares the samples of a batch with one another (contrastive, triplet, ranking), the parts"
+            " of a batch give another loss: use a layout without replicate, shard, pipeline and micro_batch."
+        )
+        if self.task(config).count is not None:
+            return compares
+        return (
+            " If some targets are masked, samples count differently: return the sum, and give `count`, the number of"
+            f" targets in a batch.{compares}"
+        )
 
     def sources(self, config: Any) -> Any:
         task = self.task(config)
-        both = (task.data, task.validation or [])
-        return None if task.reads_tokens else tuple(DatasetSource(task, dataset) for dataset in both)
+        if task.reads_tokens:
+            return None
+        spec = meta_chain(config).spec
+        return tuple(DatasetSource(task, dataset, spec) for dataset in (task.data, task.validation or []))
+
+
+def _cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Casts as `Module.to` does, except that complex buffers, such as rotary frequencies, stay complex."""
+
+    def convert(tensor: Tensor) -> Tensor:
+        if tensor.is_complex():
+            return tensor.to(torch.complex128) if dtype is torch.float64 else tensor
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return module._apply(convert)
+
+
+def _refuse_unforeseen_use(module: nn.Module, anatomy: Anatomy) -> None:
+    """Ends a run that trains through a module which the trial forward did not call: its parameters are about to be
+    frozen, and would stay as they are without a word. What its author has frozen may be used at any time."""
+
+    def refuse(name: str, part: nn.Module) -> None:
+        if part.training and torch.is_grad_enabled():
+            raise RunError(
+                f"{name} is used in this step, but was not when the forward was tried on an example batch, so its "
+                "parameters are frozen; let every forward use it, if only times zero, or set requires_grad=False."
+            )
+
+    for name, part in module.named_modules():
+        trained = [
+            f"{name}.{leaf}".removeprefix(".")
+            for leaf, parameter in part.named_parameters(recurse=False)
+            if parameter.requires_grad
+        ]
+        is_unused = name not in anatomy.called and not any(parameter in anatomy.parts_of for parameter in trained)
+        if trained and is_unused:
+            part.register_forward_pre_hook(lambda part, _, name=name: refuse(name, part))
+
+
+class LocalBatchNorm(_BatchNorm):
+    """A batch norm of one process for inputs of any number of dimensions, as `nn.SyncBatchNorm` takes them."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        pass
+
+
+def _stop_own_synchronization(module: nn.Module) -> None:
+    """Turns each `nn.SyncBatchNorm` into a batch norm of one process. Its own forward synchronizes over all ranks of a
+    process group, in the trace and in the reference too, and PyTorch refuses it on CPUs. It is not needed:
+    `shardwise.parallel.batch_norm` synchronizes every batch norm over the ranks that have different samples."""
+    for part in module.modules():
+        if type(part) is nn.SyncBatchNorm:
+            part.__class__ = LocalBatchNorm  # type: ignore[assignment]
 
 
 def _block_linears(module: nn.Module, anatomy: Anatomy) -> list[nn.Linear]:
@@ -315,6 +420,24 @@ def check_context(config: Any) -> tuple[str, int]:
     family: Any = family_of(config)
     SPLIT.heads = 1
     return family.context_refusal(config), SPLIT.heads
+
+
+@lru_cache(maxsize=8)
+def _why_untraceable(config: Any) -> str:
+    """Returns why the planner cannot trace a module's operators; empty if it can."""
+    if meta_chain(config).anatomy.varies:
+        return "its forward may differ from step to step"
+    try:
+        trace_family(family_of(config), config, itemsize=4)(1)
+    except Exception as error:  # noqa: BLE001 - a module that runs may still not run on fake tensors
+        first_line = (str(error).splitlines() or [""])[0]
+        return f"it cannot be traced ({type(error).__name__}: {first_line})"
+    return ""
+
+
+@lru_cache(maxsize=8)
+def _collates_at_random(config: Any) -> bool:
+    return config.task.collates_at_random  # type: ignore[no-any-return]
 
 
 @lru_cache(maxsize=4)

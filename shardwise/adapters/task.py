@@ -1,7 +1,8 @@
 """A task: a module that is not ours, with its loss, its data and how a batch is handed to it.
 
-A batch is what `collate` makes of samples: a tensor, or a tuple, list or dict of tensors, each with the samples along
-its first dimension. The forward gets the values of a dict whose names it takes; all but the last element of a tuple;
+A batch is what `collate` makes of samples: a tensor, or a tuple, list or mapping of tensors, nested or not, each tensor
+with the samples along its first dimension. A mapping, such as the BatchEncoding of a collator of transformers, is
+handed on as a dict. The forward gets the values of a dict whose names it takes; all but the last element of a tuple;
 otherwise the batch itself. The loss gets the output and the target (the last element of a tuple) or the batch. Without
 a loss, the forward returns it. The loss is a mean over the samples of the batch it gets. If the samples count
 differently (padding, masked targets), give `count`, the number of targets in a batch, and let the loss be a sum."""
@@ -20,10 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten
+from torch.utils._pytree import TreeSpec, keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from shardwise.data.sample_stream import Samples, read_sample
 from shardwise.errors import DataError, JobError
+from shardwise.random import generator_states, generators_kept
+
+RANDOM_TEST_SAMPLES = 8  # that are collated twice
 
 
 class Callback:
@@ -55,7 +59,8 @@ class Task:
     data: Any = None
     """A dataset: map-style, or iterable with `state_dict` and `load_state_dict`. None: the samples of the job's
     `[data]` section, as input_ids and labels; labels are the next tokens, -100 is ignored."""
-    validation: Any = None  # A map-style dataset of held-out samples
+    validation: Any = None
+    """A map-style dataset of held-out samples; `validation.samples` of the job says how many of them count."""
     collate: Callable[[list[Any]], Any] | None = None  # From a list of samples to a batch; None: PyTorch's default
     count: Callable[[Any], Any] | None = None  # From a batch to its number of targets; the loss is then a sum over them
     inputs: Callable[[Any], Any] | None = None
@@ -101,13 +106,40 @@ class Task:
     def example(self, samples: int, length: int = 0) -> Any:
         """Returns a batch of this many samples, for shapes."""
         if self.example_batch is not None:
-            return self.example_batch(samples)
+            return plain_batch(self.example_batch(samples))
         if self.reads_tokens:
             tokens = torch.zeros(samples, length, dtype=torch.int64)
             return {"input_ids": tokens, "labels": tokens}
         if not len(self.data):
             raise JobError(f"the dataset {type(self.data).__name__} is empty; give it at least one sample.")
         return self.collate_rows([self.data[index % len(self.data)] for index in range(samples)])
+
+    @property
+    def collates_at_random(self) -> bool:
+        """Whether `collate` draws random numbers, as one that masks words does: by the states of the generators, since
+        two draws for a few samples may be equal, and by two results, since it may have a generator of its own."""
+        if self.collate is None or self.reads_tokens or not len(self.data):
+            return False
+        first, second = self._same_rows_twice()
+        with generators_kept():
+            before = generator_states()
+            once, again = (tree_flatten(self.collate_rows(rows))[0] for rows in (first, second))
+            has_drawn = generator_states() != before
+        return has_drawn or not all(map(_are_equal, once, again))
+
+    def _same_rows_twice(self) -> tuple[list[Any], list[Any]]:
+        """Returns some samples twice, since `collate` may change those that it gets. They are copied, because a dataset
+        may augment them at random; those that cannot be, such as open files or tensors with a graph, are read again."""
+
+        def read() -> list[Any]:
+            with generators_kept():
+                return [read_sample(self.data, index % len(self.data)) for index in range(RANDOM_TEST_SAMPLES)]
+
+        rows = read()
+        try:
+            return rows, copy.deepcopy(rows)
+        except Exception:  # noqa: BLE001 - any class of the user's may refuse in its own way
+            return rows, read()
 
     @property
     def sequence_length(self) -> int:
@@ -118,7 +150,7 @@ class Task:
 
     def collate_rows(self, rows: list[Any]) -> Any:
         try:
-            return (self.collate or torch.utils.data.default_collate)(rows)
+            return plain_batch((self.collate or torch.utils.data.default_collate)(rows))
         except Exception as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
             remedy = "Give samples of one shape, or a `collate` that pads them."
@@ -131,22 +163,50 @@ class Task:
         target = batch[-1] if isinstance(batch, tuple | list) and len(batch) > 1 else batch
         loss = _own_loss(output) if self.loss is None else self.loss(output, target)
         if measured is not None:
-            measured.update((name, float(metric(output, target))) for name, metric in self.metrics.items())
+            measured.update((name, self._measure(name, output, target)) for name in self.metrics)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = f"of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"({type(loss).__name__})"
             raise JobError(f"the loss must be a scalar tensor, but it is {shape}; return its mean over the samples.")
         return loss if loss.dim() == 0 else loss.sum()
 
+    def _measure(self, name: str, output: Any, target: Any) -> float:
+        try:
+            return float(self.metrics[name](output, target))
+        except Exception as error:
+            reason = (str(error).splitlines() or [""])[0].rstrip(".")
+            raise JobError(
+                f"the metric {name!r} cannot be computed: {type(error).__name__}: {reason}. It gets the output of the "
+                "forward and the target of a batch, and must return one number."
+            ) from error
+
     def _arguments(self, module: nn.Module, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self.inputs is not None:
             chosen = self.inputs(batch)
-            return ((), chosen) if isinstance(chosen, dict) else (_as_tuple(chosen), {})
-        if isinstance(batch, dict):
+            return ((), dict(chosen)) if isinstance(chosen, Mapping) else (_as_tuple(chosen), {})
+        if isinstance(batch, Mapping):
             parameters = inspect.signature(module.forward).parameters
             takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
             return (), {key: value for key, value in batch.items() if takes_all or key in parameters}
         rows = _as_tuple(batch)
         return rows[:-1] if self.loss is not None and len(rows) > 1 else rows, {}
+
+
+def plain_batch(value: Any) -> Any:
+    """Returns a batch with a dict for every mapping in it. PyTorch's trees take dicts apart, but no other mapping, and
+    a batch is taken apart wherever it is cut, cast or sent."""
+    if isinstance(value, Mapping):
+        return {key: plain_batch(part) for key, part in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(plain_batch, value))
+    if type(value) in (list, tuple):
+        return type(value)(map(plain_batch, value))
+    return value
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    return type(one) is type(other)
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
@@ -224,17 +284,44 @@ def indexed(dataset: Any) -> Any:
 
 def flatten_batch(batch: Any, samples: int) -> tuple[list[Tensor], TreeSpec]:
     """Returns the tensors of a batch and its structure; raises JobError if a tensor is not one row per sample."""
-    leaves, spec = tree_flatten(batch)
-    for leaf in leaves:
+    found, spec = tree_flatten_with_path(batch)
+    for path, leaf in found:
+        place = f"batch{keystr(path)}"
         if not isinstance(leaf, Tensor):
-            kind = type(leaf).__name__
-            raise JobError(f"a batch must hold tensors only, but it has a {kind}; convert or drop it in `collate`.")
+            raise JobError(
+                f"a batch must hold tensors only, but {place} has the type {type(leaf).__name__}; convert or drop it "
+                "in `collate`, which may return a tensor, or tuples, lists and mappings of tensors."
+            )
         if leaf.dim() == 0 or leaf.shape[0] != samples:
-            what = f"a batch of {samples} samples has a tensor of shape {tuple(leaf.shape)}"
-            raise JobError(f"{what}; its first dimension must be the samples, so that a batch can be split.")
-    if not leaves:
+            raise JobError(
+                f"a batch of {samples} samples has a tensor of shape {tuple(leaf.shape)} at {place}; its first "
+                "dimension must be the samples, so that a batch can be split."
+            )
+    if not found:
         raise JobError("a batch has no tensors; return tensors from the dataset or from `collate`.")
-    return leaves, spec
+    return [leaf for _, leaf in found], spec
+
+
+def flatten_like(batch: Any, spec: TreeSpec, samples: int) -> list[Tensor]:
+    """Returns the tensors of a batch in the order of the example batch: its keys may come in another order. Raises
+    DataError if it has other parts."""
+    flatten_batch(batch, samples)
+    with suppress(ValueError):
+        leaves = spec.flatten_up_to(batch)
+        if all(isinstance(leaf, Tensor) for leaf in leaves):
+            return leaves
+
+    expected = tree_unflatten([None] * spec.num_leaves, spec)
+    raise DataError(
+        f"a batch of {samples} samples has other parts than the example batch: {_places(batch)} instead of "
+        f"{_places(expected)}; return the same structure and keys for every batch from `collate`."
+    )
+
+
+def _places(batch: Any) -> str:
+    """Returns where the tensors of a batch are, in words."""
+    found, _ = tree_flatten_with_path(batch)
+    return ", ".join(f"batch{keystr(path)}" for path, _ in found)
 
 
 def load_python_task(name: str, args: Mapping[str, Any]) -> Task:
@@ -264,8 +351,9 @@ def load_python_task(name: str, args: Mapping[str, Any]) -> Task:
 class DatasetSource:
     length, vocab = 1, 0
 
-    def __init__(self, task: Task, dataset: Any):
-        self.task, self.dataset = task, indexed(dataset)
+    def __init__(self, task: Task, dataset: Any, spec: TreeSpec):
+        """`spec`: the structure in which the module gets every batch."""
+        self.task, self.dataset, self.spec = task, indexed(dataset), spec
         self.stream = self.dataset if isinstance(self.dataset, NumberedStream) else None  # read in its own order
 
     def __len__(self) -> int:
@@ -279,7 +367,7 @@ class DatasetSource:
             self.stream.seek(int(indices[0]))
         rows = [read_sample(self.dataset, index) for index in indices.tolist()]
         batch = self.task.collate_rows(rows)
-        leaves, _ = flatten_batch(batch, len(rows))
+        leaves = flatten_like(batch, self.spec, len(rows))
         total = len(rows) if self.task.count is None else float(self.task.count(batch))
         counts = torch.full((len(rows),), total / len(rows), dtype=torch.float64)
         targets = torch.zeros(len(rows), 1, dtype=torch.int64)

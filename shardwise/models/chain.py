@@ -3,7 +3,7 @@
 On one device the chain is the model. A pipeline stage is a slice of it under the same parameter names. The chain holds
 no parallel code; its `sharding_plan` is data (`shardwise.models.sharding`)."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -42,14 +42,25 @@ class Chain(nn.Module):
             self.add_module(name, module)
         self.tie_weights()
 
-    def tie_weights(self) -> None:
-        """Makes tied parameters one object if the chain holds both."""
+    def tie_weights(self, applies_to: Callable[[Tensor], bool] | None = None) -> None:
+        """Makes tied parameters, or those of a kind, one object if the chain holds both."""
         weights = dict(self.named_parameters(remove_duplicate=False))
         for alias, name in self.sharding_plan.ties:
-            if name in weights and alias in weights:
+            if name in weights and alias in weights and (applies_to is None or applies_to(weights[name])):
                 owner, _, leaf = alias.rpartition(".")
                 # Not with setattr: the attribute may be parametrized.
                 self.get_submodule(owner)._parameters[leaf] = weights[name]
+
+    @property
+    def differs_between_calls(self) -> bool:
+        """Whether a forward draws random numbers of its own, or may take another path than the one before."""
+        return False
+
+    @property
+    def written_weights(self) -> frozenset[str]:
+        """Parameters that the forward changes, such as those of a teacher. Checkpoints have them, also if they are
+        frozen."""
+        return frozenset()
 
     def slice(self, first: int, last: int) -> "Chain":
         """Returns a chain of the modules [first, last), which it shares with this one."""
@@ -89,6 +100,10 @@ class Chain(nn.Module):
 
     def pass_sample_ids(self) -> None:
         """Called before blocks are wrapped for activation checkpointing; ours get the sample ids as an argument."""
+
+    def recomputable(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns the forward of a block as it runs in the forward and again in the backward, which recomputes it."""
+        return forward
 
     def configure(self, device: torch.device, dtype: torch.dtype, tensor_degree: int) -> None:
         """Called once the parameters have memory, with the dtype of activations."""

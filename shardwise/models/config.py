@@ -1,6 +1,7 @@
 """Base classes of config sections and of every family's `[model]` section, whose keys are explained in
 `model_keys.toml`. Imports no PyTorch."""
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -8,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from shardwise.errors import shorten
-from shardwise.files import parse_toml
+from shardwise.files import parse_toml, user_path
 from shardwise.models.adapter_files import read_adapter_config
 
 MAX_NUMBER = 10**15
@@ -28,6 +29,7 @@ def read_tables(name: str) -> dict[str, dict[str, Any]]:
 
 
 PRESETS = read_tables("presets.toml")  # published model shapes by name
+_SURROGATE = re.compile("[\ud800-\udfff]")  # no text in a file has one: Python's for bytes that are not UTF-8
 _SUFFIX_FACTORS = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 
 
@@ -74,6 +76,11 @@ def _check_plain(value: object, allows_bool: bool, limit: int) -> None:
         raise ValueError(f"{shorten(value)} is beyond {float(limit):g}, the bound of every number here")
     if isinstance(value, str) and "\0" in value:
         raise ValueError("it contains a NUL character")
+    if isinstance(value, str) and _SURROGATE.search(value):  # of a file's name in another encoding
+        raise ValueError(
+            f"{shorten(value)} is not valid UTF-8, in which a run keeps its job; rename what it names, or make a link "
+            "to it with another name"
+        )
     items = [*value, *value.values()] if isinstance(value, Mapping) else value
     for item in items if isinstance(items, list | tuple) else ():
         _check_plain(item, allows_bool, limit)
@@ -82,8 +89,8 @@ def _check_plain(value: object, allows_bool: bool, limit: int) -> None:
 def split_step(weights: str) -> tuple[Path, str]:
     """Splits `RUN@STEP`; the step is empty if none is named. A folder may have an @ in its name."""
     path, at, step = weights.rpartition("@")
-    is_step = at and not Path(weights).expanduser().exists()
-    return Path(path if is_step else weights).expanduser(), step if is_step else ""
+    is_step = at and not user_path(weights).exists()
+    return user_path(path if is_step else weights), step if is_step else ""
 
 
 CODE_BYTES = {"int8": 1 + 4 / 64, "nf4": 0.5 + 4 / 64}  # of a weight, with its share of a block's scale
@@ -129,8 +136,9 @@ class ModelConfig(ConfigSection):
     is_recomputable_elsewhere: ClassVar[bool] = True
     """Whether another data-parallel rank can recompute a micro-batch of this model alone (no batch norm over ranks, no
     experts or tables on other ranks)."""
-    requires_single_micro_batch: ClassVar[bool] = False
-    """Whether each rank must run its share of the batch as a single micro-batch, without gradient accumulation."""
+    single_micro_batch: ClassVar[str] = ""
+    """Why each rank must run its share of the batch as a single micro-batch, without gradient accumulation: what it is
+    that sees the samples together. Empty: the batch may be cut."""
     passes_batch: ClassVar[bool] = False
     """Whether every pipeline stage gets the batch, because it runs the forward of a module that is not ours."""
     supports_muon: ClassVar[bool] = True  # whether blocks have weight matrices, which Muon updates
@@ -185,7 +193,7 @@ class ModelConfig(ConfigSection):
     @property
     def weights_folder(self) -> Path | None:
         """The Hugging Face folder whose weights training starts from, if any."""
-        folder = Path(self.weights).expanduser()
+        folder = user_path(self.weights)
         return folder if self.weights not in ("", "random") and (folder / "config.json").is_file() else None
 
     @property

@@ -154,6 +154,10 @@ class Family:
         """Returns a function from micro-batch size (and tensor degree) to the costs of each module, by tracing."""
         return resolve_name("shardwise.models.trace:trace_family")(self, config, itemsize)  # type: ignore[no-any-return]
 
+    def untraceable(self, config: Any) -> str:
+        """Returns why `operator_costs` are a rough estimate from the parameters alone; empty if they are traced."""
+        return ""
+
     def trace_costs(self, config: Any, samples: int, dtype: torch.dtype) -> tuple[OperatorCosts, ...]:
         """Returns the costs of each module for a micro-batch."""
         model, batch = self.build_on_meta(config).to(dtype), self.example_batch(config, samples, dtype)

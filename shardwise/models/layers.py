@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.models import fp8
 from shardwise.models.gpt_family import RopeScaling
@@ -99,6 +100,12 @@ def parametrize(module: nn.Module, name: str, parametrization: Parametrization) 
     if name not in parametrizations:
         module.__class__ = subclass(type(module), **{name: _parameter_reader(name)})  # type: ignore[assignment,arg-type]
     parametrizations.setdefault(name, []).append(parametrization)
+
+
+def is_standard_batch_norm(module: nn.Module) -> bool:
+    """Whether a module is a batch norm that computes as PyTorch's: a subclass may have a forward of its own."""
+    room = type(module).forward.__module__.partition(".")[0]
+    return isinstance(module, _BatchNorm) and room in ("torch", "shardwise")
 
 
 @cache

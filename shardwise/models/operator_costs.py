@@ -3,7 +3,9 @@
 All numbers are for one micro-batch on one rank. They come from a trace (`shardwise.models.trace`) or from a family's
 hand-written list; the planner turns them into time and memory."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 
 
 @dataclass(frozen=True)
@@ -66,3 +68,22 @@ class OperatorCosts:
     @property
     def flops(self) -> float:
         return sum(op.flops for op in self.products) + sum(op.flops for op in self.attention)
+
+
+def costs_of_parameters(shapes: Iterable[tuple[int, ...]], rows: int, itemsize: int) -> OperatorCosts:
+    """Returns a rough estimate for a module that cannot be traced: every parameter of two or more dimensions is
+    multiplied once with `rows` rows, whose inputs are saved, and two operators between matmuls move what they return.
+    """
+    shapes = tuple(shapes)
+    products = tuple(MatMul(rows, inner=prod(shape[1:]), columns=shape[0]) for shape in shapes if len(shape) > 1)
+    input_bytes = sum(product.rows * product.inner * itemsize for product in products)
+    output_bytes = sum(product.rows * product.columns * itemsize for product in products)
+    return OperatorCosts(
+        name="module",
+        parameters=sum(prod(shape) for shape in shapes),
+        output_bytes=itemsize,  # the loss
+        saved_bytes=input_bytes,
+        moved_bytes=4 * output_bytes,
+        num_ops=3 * len(products),
+        products=products,
+    )

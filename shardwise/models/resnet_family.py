@@ -14,7 +14,7 @@ class ResNetConfig(ModelConfig):
     description = "a ResNet"
     sample_kind = "images"
     is_recomputable_elsewhere = False
-    requires_single_micro_batch = True
+    single_micro_batch = "its batch norms take means over all samples that run together"
     supports_muon = False
     name: str = "resnet"
     depth: Literal[18, 34, 50, 101, 152] = 50

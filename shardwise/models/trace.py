@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardwise.models.fake_caches import caches_kept
+from shardwise.models.fake_tensors import fake_tensor_mode
 from shardwise.models.operator_costs import AttentionOp, MatMul, OperatorCosts
 
 aten = torch.ops.aten
@@ -192,7 +193,7 @@ def with_fake_tensors(module: nn.Module) -> Iterator[Callable[[Tensor], Tensor]]
         new = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
         return new.requires_grad_(tensor.requires_grad and new.is_floating_point())
 
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with caches_kept(module), fake_tensor_mode():
         for container, name, tensor in slots:
             if id(tensor) not in fakes:  # tied weights stay tied
                 new = to_fake(tensor)

@@ -9,18 +9,24 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.comm.collectives import Axis, all_reduce
 from shardwise.models.chain import Chain
-from shardwise.models.layers import subclass
+from shardwise.models.layers import is_standard_batch_norm, subclass
 from shardwise.models.resnet import BatchNorm
 
 
 def apply(chain: Chain, axis: Axis) -> None:
-    """Resets the running statistics of our batch norms, and synchronizes all batch norms over an axis."""
+    """Synchronizes all batch norms over an axis, but those with a forward of their own, which nobody knows. A norm may
+    be a block by itself, so this comes before whatever wraps the forward of a block."""
+    for module in chain.modules():
+        if is_standard_batch_norm(module):
+            module.__class__ = subclass(type(module), forward=_forward)  # type: ignore[assignment,arg-type]
+            module.axis = axis  # type: ignore[assignment]
+
+
+def reset_statistics(chain: Chain) -> None:
+    """Resets the running statistics of our batch norms, once their memory is allocated."""
     for module in chain.modules():
         if isinstance(module, BatchNorm):
             module.reset_buffers()
-        if isinstance(module, _BatchNorm):
-            module.__class__ = subclass(type(module), forward=_forward)  # type: ignore[assignment,arg-type]
-            module.axis = axis  # type: ignore[assignment]
 
 
 def _forward(norm: Any, x: Tensor) -> Tensor:
@@ -48,13 +54,16 @@ def _forward(norm: Any, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _update_running_statistics(norm: _BatchNorm, mean: Tensor, variance: Tensor) -> None:
-    weight: float | Tensor | None = norm.momentum
     if norm.num_batches_tracked is not None:
         norm.num_batches_tracked.add_(1)
-        weight = 1.0 / norm.num_batches_tracked if weight is None else weight
     for running, new in ((norm.running_mean, mean), (norm.running_var, variance)):
-        assert running is not None and weight is not None
-        running.lerp_(new.to(running.dtype), torch.as_tensor(weight).to(running))
+        assert running is not None
+        if norm.momentum is None:
+            assert norm.num_batches_tracked is not None
+            weight = 1.0 / norm.num_batches_tracked.to(running)
+        else:
+            weight = torch.as_tensor(norm.momentum, dtype=running.dtype, device=running.device)
+        running.lerp_(new.to(running.dtype), weight)
 
 
 class AllReduceSum(torch.autograd.Function):

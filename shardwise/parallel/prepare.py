@@ -93,10 +93,12 @@ def prepare(job: Job, layout: Layout) -> Prepared:
                 problem = f"stage {number} of {len(stages)} has no parameters to train: all of its blocks are frozen"
                 raise LayoutError(f"pipeline={layout.pipeline}: {problem}; use fewer stages, or shard instead.")
     batch = solve_batch(layout, job.samples)
-    if config.requires_single_micro_batch and batch.micro_batches > 1:
-        rule = f"{config.description} (batch norm) runs each rank's samples as one micro-batch"
-        remedy = "remove micro_batch, or use more ranks or a smaller batch"
-        raise LayoutError(f"{batch.micro_batches} micro-batches: {rule}; {remedy}.")
+    if config.single_micro_batch and batch.micro_batches > 1:
+        raise LayoutError(
+            f"layout '{layout}' cuts the {job.samples // layout.data} samples of each rank into "
+            f"{batch.micro_batches} micro-batches, but {config.description} must run them as one, because "
+            f"{config.single_micro_batch}; leave micro_batch out of the layout, or use more ranks or a smaller batch."
+        )
     return Prepared(job, layout, model, stages, batch, job.family.tables(config), shapes)
 
 

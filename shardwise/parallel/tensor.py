@@ -39,6 +39,12 @@ def splits_evenly(shard_dim: sharding.ShardDim, shape: torch.Size, degree: int) 
     return not shard_dim.head_rows or shape[shard_dim.dim] // shard_dim.unit % degree == 0
 
 
+def _shard_dim_of(plan: sharding.ShardingPlan, name: str, shape: torch.Size) -> sharding.ShardDim | None:
+    """Returns how a parameter is split. A number that a split layer learns beside its weight cannot be: every rank
+    keeps it, applies it to its own part, and its gradients are summed over the ranks."""
+    return plan.shard_dim_of(name) if shape else None
+
+
 def check(plan: sharding.ShardingPlan, shapes: dict[str, torch.Size], sequence: int, degree: int) -> None:
     """Raises LayoutError if the tensor degree does not divide the sequence or the heads, or leaves a rank empty."""
     if degree == 1:
@@ -47,7 +53,11 @@ def check(plan: sharding.ShardingPlan, shapes: dict[str, torch.Size], sequence: 
         nearest = max(degree, round(sequence / degree) * degree)
         problem = f"the sequence length {sequence} is not divisible by {degree}; the nearest valid length is {nearest}"
         raise LayoutError(f"tensor={degree} splits activations along the sequence, but {problem}.")
-    shard_dims = {name: shard_dim for name in shapes if (shard_dim := plan.shard_dim_of(name)) is not None}
+    shard_dims: dict[str, sharding.ShardDim] = {}
+    for name, shape in shapes.items():
+        shard_dim = _shard_dim_of(plan, name, shape)
+        if shard_dim is not None:
+            shard_dims[name] = shard_dim
     for name, shard_dim in shard_dims.items():
         units = shapes[name][shard_dim.dim] // shard_dim.unit
         if not shard_dim.head_rows and shard_dim.unit > 1 and units % degree:
@@ -71,7 +81,8 @@ def apply(chain: Chain, axis: Axis) -> dict[str, int | None]:
         return sharded_dims
     shapes = {name: parameter.shape for name, parameter in chain.named_parameters(remove_duplicate=False)}
     for name, shape in shapes.items():
-        if (shard_dim := chain.sharding_plan.shard_dim_of(name)) is not None:
+        shard_dim = _shard_dim_of(chain.sharding_plan, name, shape)
+        if shard_dim is not None:
             _shard_parameter(chain, name, shape, shard_dim, axis)
             dim = shard_dim.dim if splits_evenly(shard_dim, shape, axis.size) else None
             sharded_dims[chain.sharding_plan.canonical_name(name)] = dim

@@ -20,6 +20,7 @@ from shardwise.adapters.split_attention import SPLIT, context_refusal
 from shardwise.adapters.task import Task
 from shardwise.adapters.tensor_plan import NAMES, guess_plan, make_sharding_plan
 from shardwise.errors import JobError, suggest
+from shardwise.models.family import reasons
 from shardwise.models.layers import positions_in_documents
 from shardwise.models.objectives import MaskedLM, Objective, SpanCorruption, next_token
 from shardwise.models.preference import plain_targets
@@ -283,12 +284,10 @@ class HuggingFaceFamily(ModuleFamily):
         return make_sharding_plan(module, anatomy, given or hint, head_dim, is_hint=not given)
 
     def refusals(self, config: Any) -> dict[str, str]:
+        refused = super().refusals(config)
         dropout = next((key for key in FIELDS["attention_dropouts"] if getattr(config.hf, key, 0)), "")
         if meta_chain(config).anatomy.random_module and dropout:
-            why = "attention kernels cannot draw the same dropout masks in every layout"
-            rule = f"{dropout} = {getattr(config.hf, dropout)} must be 0: {why}"
-            raise JobError(f"model.args: {rule}; set {dropout} = 0.")
-        refused = super().refusals(config)
+            refused |= reasons("attention dropout", key=dropout, value=getattr(config.hf, dropout))
         if config.kind == "causal language model" and "context" not in refused:
             del refused["pack"]  # attention goes through an interface that gets the documents
         if config.num_experts:
