@@ -79,7 +79,7 @@ def all_layouts(job: Job) -> list[Layout]:
                     micro_batch = prepare(job, layout).batch.micro_batch
                     assert micro_batch == layout.micro_batch
                     found[layout] = True
-    if job.model.requires_single_micro_batch:  # the classes have no micro-batch of any size
+    if job.model.single_micro_batch:  # the classes have no micro-batch of any size
         for text in ("replicate={}", "shard={} zero=1", "shard={} zero=2", "shard={} zero=3"):
             with suppress(LayoutError):
                 prepare(job, layout := Layout.parse(text.format(plan.devices)))

@@ -220,6 +220,7 @@ def calibrate_world(out: Path, device: str) -> str | None:
     environment.export()
     own = worker.init_distributed(environment.world_size, job)
     cluster = module.calibrate_world(own, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    quick_import("shardwise.comm.collectives").leave_world()
     return str(module.write_calibrated(cluster, out)) if environment.is_main else None
 
 

@@ -25,6 +25,7 @@ from shardwise.models.registry import family_name, family_of, parse_model
 
 _COMPRESSION = re.compile(r"|fp16|bf16|int8|onebit|topk:0?\.\d{0,9}[1-9]\d{0,9}|powersgd(:rank=[1-9]\d{0,4})?")
 _REPLACED_KEYS = {"batch.samples": "tokens", "batch.tokens": "samples", "steps": "tokens", "tokens": "steps"}
+_CONTROL_CHARACTER = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _GATE = re.compile(r"\s*(<=|>=|<|>)\s*([-+]?[\d.]+(?:e[-+]?\d+)?)\s*", re.IGNORECASE)
 TrackerName = Literal["", "csv", "tensorboard", "wandb", "prometheus", "mlflow"]
 
@@ -204,6 +205,17 @@ class RunConfig(ConfigSection):
     checksum_every: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
     redundant_compute_every: int = Field(500, ge=0)
     max_corruptions: int = Field(3, ge=0)
+
+    @field_validator("folder")
+    @classmethod
+    def _refuse_control_characters(cls, folder: str) -> str:
+        # Every command names the folder in a line of its own, and its user pastes it into the next command.
+        if _CONTROL_CHARACTER.search(folder):
+            raise ValueError(
+                f"folder = {shorten(folder)} has a line break or another character that cannot be printed; "
+                "choose a name without it"
+            )
+        return folder
 
 
 class Job(ConfigSection):

@@ -72,6 +72,7 @@ def test_every_command_can_be_quiet_and_answers_in_json() -> None:
     assert [name for name in options if "as_json" not in options[name]] == ["watch"]
 
 
+@pytest.mark.cluster
 def test_what_is_asked_for_as_json_is_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,3 +180,18 @@ def test_sections_of_deepspeed(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text("{}")
     with pytest.raises(JobError, match="A job is a TOML file"):
         load_job(tmp_path / "ds.json")
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ("data.tokenizer={}/x", "data.tokenizer = '{}/x' is not a file"),
+        ("model.weights={}/x", "model.weights = '{}/x' is neither a run nor a folder with a config.json"),
+    ],
+)
+@pytest.mark.parametrize("home", ["~who_is_that", "nowhere"])
+def test_a_path_below_a_home_that_nobody_has_is_a_sentence(
+    setting: str, sentence: str, home: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(monkeypatch, "train", "--set", setting.format(home)) == 2
+    assert sentence.format(home) in capsys.readouterr().err

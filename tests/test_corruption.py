@@ -43,6 +43,7 @@ def label_of(run: RunFolder, fault: Fault) -> str:
     return (run.path / "faults" / f"tensor-{fault.number}").read_text()
 
 
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_flipped_bits_are_named_and_leave_no_trace(layout: str, fork_server: ForkServer, tmp_path: Path) -> None:
     world, copied = Layout.parse(layout).world, "replicate" in layout
@@ -77,6 +78,7 @@ def test_in_parts_copies_that_differ_are_found_within_a_round(fork_server: ForkS
     assert 1 in first["ranks"] and 6 <= first["step"] <= 12  # type: ignore[operator]
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("layout", ["replicate=2", "shard=2 zero=3", "shard=2 tensor=2"])
 def test_a_micro_batch_that_another_rank_computes_otherwise(
     layout: str, fork_server: ForkServer, tmp_path: Path
@@ -99,6 +101,13 @@ def test_a_rank_that_is_found_too_often_ends_the_run(fork_server: ForkServer, tm
     faults = [Fault("state", 1, step, "data", step) for step in (6, 7)]
     with pytest.raises(RunError, match=r"rank 1 on .* was corrupt 2 times, .* most recently: rank 1: optimizer state "):
         train(fork_server, job_of(tmp_path / "run", run={"max_corruptions": 1}), "shard=2", *faults)
+
+
+def test_a_step_that_is_corrupt_each_time_ends_the_run(fork_server: ForkServer, tmp_path: Path) -> None:
+    faults = [Fault("weight", 1, 6, "data", number) for number in range(6)]
+    with pytest.raises(RunError, match="rank 1 in step 6 .* rolled back 3 times for this at step 6 and came to the"):
+        train(fork_server, job_of(tmp_path / "run"), "shard=2", *faults)
+    assert len(events(RunFolder.open(tmp_path / "run"), "rollback")) == 3
 
 
 def test_without_a_checkpoint_all_begin_again(fork_server: ForkServer, tmp_path: Path) -> None:

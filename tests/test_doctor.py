@@ -17,11 +17,13 @@ from test_guard import small_job, train
 
 from shardwise.chaos.faulty_worker import Fault
 from shardwise.errors import JobError, RunError
+from shardwise.job import make_job
 from shardwise.workers import diagnosis
 from shardwise.workers.diagnosis import TERMINATED, Heartbeat, read_heartbeats
 from shardwise.workers.fork_server import ForkServer
 
 
+@pytest.mark.thin(by_kind=True)
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [*((kind, "shard=2 tensor=2") for kind in ("loop", "sleep", "stop", "skip", "mismatch")),
@@ -49,7 +51,7 @@ def test_the_culprit_is_named(kind: str, layout: str, fork_server: ForkServer, t
 
 
 def test_a_run_that_is_fine_has_no_findings(tmp_path: Path) -> None:
-    (tmp_path / "job.toml").write_text("")
+    (tmp_path / "job.toml").write_text(make_job({}).to_toml())
     assert diagnosis.diagnose_run(tmp_path) == [
         "no rank of this run is alive on this machine, and no fault was recorded."
     ]
@@ -57,6 +59,7 @@ def test_a_run_that_is_fine_has_no_findings(tmp_path: Path) -> None:
         diagnosis.diagnose_run(tmp_path / "none")
 
 
+@pytest.mark.cluster
 def test_a_rank_that_aborts_or_crashes_is_to_blame_in_young_attempts_too(
     fork_server: ForkServer, tmp_path: Path
 ) -> None:
@@ -104,7 +107,7 @@ def test_a_stack_dump_does_not_crash_a_rank_whose_other_threads_run(tmp_path: Pa
 
 def test_no_signal_reaches_a_process_that_is_no_rank(tmp_path: Path) -> None:
     """A damaged heartbeat may have the pid of any process, which SIGUSR1 would end."""
-    (tmp_path / "job.toml").write_text("")
+    (tmp_path / "job.toml").write_text(make_job({}).to_toml())
     (tmp_path / "heartbeats").mkdir()
     with subprocess.Popen(["sleep", "60"]) as stranger:
         record = {"rank": 0, "pid": stranger.pid, "host": socket.gethostname(), "step": 3, "phase": "data"}

@@ -191,12 +191,14 @@ def test_the_gradient_of_the_meeting() -> None:
 CUTS = [(sharding, optimizer) for sharding in sharded_tables.SHARDING_TYPES for optimizer in ("adagrad", "adam")]
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(("sharding", "optimizer"), CUTS)
 def test_every_cut_computes_what_one_process_computes(sharding: str, optimizer: str) -> None:
     job = small(24, {"sharding": sharding, "optimizer": optimizer, "lr_multiplier": 3.0})
     prove(job, "shard=1", "replicate=3", "shard=4 zero=3 micro_batch=2", *(["shard=8"] if sharding == "row" else []))
 
 
+@pytest.mark.thin(8)
 @pytest.mark.parametrize(("sharding", "optimizer"), CUTS[::2])
 def test_rows_that_every_device_keeps(sharding: str, optimizer: str) -> None:
     """Of 5 x 23 rows some, or all."""
@@ -212,12 +214,14 @@ def test_the_rows_that_are_used_most() -> None:
     assert most_frequent_ids(ids, 10).tolist() == [3, 4, 9]  # what comes once is not used much
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("sharding", sharded_tables.SHARDING_TYPES)
 def test_tables_of_many_sizes(sharding: str) -> None:
     job = small(24, {"sharding": sharding, "cached_rows": 9 if sharding == "auto" else 0}, rows=[41, 1, 100, 3, 23])
     prove(job, "shard=1", "shard=4", "replicate=2 shard=2 zero=2")
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(
     ("layout", "more"),
     [
@@ -290,6 +294,7 @@ def half(folder: str, text: str, sharding: str, optimizer: str, first: int, last
     return found
 
 
+@pytest.mark.thin(8)
 @pytest.mark.parametrize(
     ("optimizer", "before", "after"),
     [
@@ -428,6 +433,7 @@ PLANTED: dict[Any, tuple[str, str, str]] = {
 }
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
 def test_planted_bugs_are_caught(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sharding, optimizer, kind = PLANTED[plant]
@@ -573,6 +579,7 @@ def shardwise(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, env=paths)
 
 
+@pytest.mark.cluster
 def test_the_example_trains_learns_and_goes_on_elsewhere(tmp_path: Path) -> None:
     quick = ["--set", "batch.samples=64", "--set", "data.samples=2048", "--set", "run.folder=r", "--set", "steps=20"]
     quick += ["--set", "embedding_tables.cached_rows=5000"]

@@ -122,6 +122,7 @@ CUT = [
 ]  # fmt: skip
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("text", CUT)
 def test_experts_on_other_ranks_compute_what_one_process_computes(text: str) -> None:
     layout = Layout.parse(text)
@@ -151,6 +152,7 @@ CUT_CASES = cover([[dict(zip(CUT_LAYOUT, values)) for values in product(*CUT_LAY
                   lambda case: cut_layout(case) is not None, lambda case: 1.0)  # fmt: skip
 
 
+@pytest.mark.thin(6)
 @pytest.mark.parametrize("case", CUT_CASES, ids=lambda case: str(cut_layout(case)))
 def test_pairs_with_cut_experts(case: Case) -> None:
     """Where FSDP gathers the experts' weights inside of a block that is recomputed, among them."""
@@ -164,6 +166,7 @@ FEWER = ["shard=4 zero=1", "shard=4 zero=2", "shard=4 expert=2 zero=1", "shard=4
          "shard=3 zero=3", "tensor=2 shard=4 zero=3"]  # fmt: skip
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("text", FEWER)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_fewer_experts_than_ranks(text: str, optimizer: str) -> None:
@@ -186,6 +189,7 @@ def test_weights_gathered_in_some_recomputations_only() -> None:
     assert record.ok, record.describe()
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("text", LAYOUTS)
 def test_layouts_compute_what_one_process_computes(text: str) -> None:
     layout = Layout.parse(text)
@@ -270,6 +274,7 @@ def go_on(folder: Path, text: str, source: bool, experts: int = 4) -> list[float
     return train(range(2, 4))
 
 
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("place", range(len(RING)))
 def test_a_checkpoint_of_one_cut_loads_into_another(tmp_path: Path, place: int) -> None:
     before, after = RING[place - 1], RING[place]
@@ -322,6 +327,7 @@ PLANTED = {
 }
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
 def test_planted_bugs_are_caught(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     text, kind = PLANTED[plant]

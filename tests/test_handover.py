@@ -49,12 +49,14 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, Path]
 def test_folder_has_card_proof_profile_and_reference(exported: tuple[RunFolder, Path]) -> None:
     run, out = exported
     card = (out / "README.md").read_text()
-    loss = run.validation_losses()[-1]
+    _, loss = run.validations()[-1]
     assert f"| loss | {loss:.6g} |" in card and "corpus.jsonl" in card and "kWh" in card and "{" not in card
     assert re.search(r"\| time \| [\d.]+ m?s of steps \|", card)
     proof = json.loads((out / "proof.json").read_text())
     assert proof["step"] == 2 and proof["metrics"]["validation.loss"] == loss and "logits differ" in proof["checked"]
-    assert proof["sha256"]["model.safetensors"] and proof["versions"]["torch"] == torch.__version__
+    # A wheel's metadata may lack the name of the build that PyTorch itself states: 2.15.0 and 2.15.0+cu132.
+    assert proof["versions"]["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
+    assert proof["sha256"]["model.safetensors"]
     reference = json.loads((out / "reference.json").read_text())
     assert len(reference["greedy_ids"]) >= 8 and smoke_test(out) == ""
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
@@ -75,6 +77,7 @@ def test_metrics_of_the_last_step_and_of_the_last_validation(tmp_path: Path) -> 
     assert measured(folder, 2) == {"step": 2, "loss": 2.0, "wait_seconds.replicate": 0.5, "validation.loss": 3.0}
 
 
+@pytest.mark.cluster
 def test_quantiles_of_a_run_without_held_out_samples_are_of_training(tmp_path: Path) -> None:
     data = {"source": "text", "path": str(tmp_path / "corpus.txt"), "validation_fraction": 0.0}
     run = train_run(tmp_path / "run", data=data)
@@ -182,6 +185,7 @@ PROGRAMS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("kind", PROGRAMS)
 def test_a_model_that_transformers_does_not_know_becomes_a_program(kind: str, tmp_path: Path) -> None:
     values = {"model": PROGRAMS[kind], "run": {"folder": str(tmp_path / "run")}, "steps": 2, "precision": "float64"}

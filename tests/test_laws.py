@@ -14,7 +14,7 @@ import torch
 from test_cli import call
 
 from shardwise.errors import DataError, JobError
-from shardwise.job import load_job
+from shardwise.job import load_job, make_job
 from shardwise.laws.budget import (
     batch_size_for_budget,
     design_grid,
@@ -229,8 +229,9 @@ def test_columns_by_other_names(tmp_path: Path) -> None:
 
 def run_folder(path: Path, steps: int = 40, done: int = 40) -> Path:
     path.mkdir(parents=True)
-    job = f"steps = {steps}\n[model]\nlayers = 2\nwidth = 32\nheads = 2\nsequence = 64\n[batch]\nsamples = 4\n"
-    (path / "job.toml").write_text(job)
+    model = {"layers": 2, "width": 32, "heads": 2, "sequence": 64}
+    job = make_job({"steps": steps, "model": model, "batch": {"samples": 4}})
+    (path / "job.toml").write_text(job.to_toml())
     lines = [json.dumps({"step": n, "samples": 4 * n, "loss": 5.0 - n / 40}) for n in range(1, done + 1)]
     (path / "metrics.jsonl").write_text("\n".join(lines))
     return path

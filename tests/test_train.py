@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from suite.report import REAL_PYTHON
 
 from shardwise.comm.world import run_world
 from shardwise.data.token_file import write_token_arrays
@@ -110,6 +111,7 @@ def test_golden_losses(undisturbed: RunFolder) -> None:
     assert losses(undisturbed) == pytest.approx(golden, rel=1e-9)  # processors round differently
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(
     "layout", ["pipeline=2 shard=2 zero=2", "tensor=2 replicate=2", "pipeline=2 schedule=zbv tensor=2"]
 )
@@ -119,6 +121,7 @@ def test_any_layout_gives_the_same_run(layout: str, undisturbed: RunFolder, tmp_
     assert validation(run) == pytest.approx(validation(undisturbed), rel=1e-10)
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -141,6 +144,7 @@ def test_kill_and_resume_elsewhere(before: str, after: str, undisturbed: RunFold
     assert [record["loss"] for record in records] == pytest.approx(expected, rel=1e-10)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("layout", ["pipeline=2 shard=2", "tensor=2 shard=2 zero=3"])
 def test_kill_and_resume_in_place_is_bitwise(layout: str, tmp_path: Path) -> None:
     whole = train(small_job(tmp_path / "whole"), layout)
@@ -150,6 +154,7 @@ def test_kill_and_resume_in_place_is_bitwise(layout: str, tmp_path: Path) -> Non
     assert losses(train(job, layout, resume=True)) == losses(whole)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("kind", ["mixture", "images"])
 def test_what_data_is_made_of_goes_on_elsewhere(kind: str, tmp_path: Path) -> None:
     """Weighted sources, and images that are changed on the fly: killed, then gone on with by three ranks."""
@@ -262,8 +267,9 @@ def test_tokens_without_a_tokenizer_are_not_taken_for_text(tmp_path: Path) -> No
 
 
 def command(*arguments: str, folder: Path, **options: object) -> subprocess.Popen[str]:
+    """Starts an interpreter of its own: these tests look at the process, its number and its children."""
     return subprocess.Popen(
-        [sys.executable, "-m", "shardwise", *arguments], cwd=folder, text=True, stdout=subprocess.PIPE,
+        [REAL_PYTHON, "-m", "shardwise", *arguments], cwd=folder, text=True, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, **options,
     )  # type: ignore[call-overload]  # fmt: skip
 
@@ -277,6 +283,7 @@ def wait_for_step(run: Path, step: int, process: subprocess.Popen[str]) -> None:
         time.sleep(0.1)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("number", ["fork server", signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_ends_cleanly(number: signal.Signals | str, tmp_path: Path) -> None:
     (tmp_path / "job.toml").write_text(JOB_TOML)
@@ -320,6 +327,7 @@ def test_a_killed_worker_is_named(tmp_path: Path) -> None:
     assert "rank 1 was killed by SIGKILL in step" in said and "Traceback" not in said
 
 
+@pytest.mark.cluster
 def test_under_torchrun_it_joins_that_world_and_sample_writes_text(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("to be or not to be, that is the question. " * 200)
     settings = ["data.source=text", "data.path=text.txt", "model.vocab=256", "steps=3"]
@@ -345,6 +353,7 @@ def test_under_torchrun_it_joins_that_world_and_sample_writes_text(tmp_path: Pat
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.toml"))
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_every_example_takes_steps(example: Path, tmp_path: Path) -> None:
     """Models of their kind and shape, small, on random walks or on the chats beside them."""
@@ -370,6 +379,8 @@ def test_runs_that_start_at_once_get_folders_of_their_own(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     with multiprocessing.get_context("fork").Pool(8) as pool:
         folders = pool.map(_create, range(64), chunksize=1)
+        pool.close()
+        pool.join()  # before the pool ends its processes by a signal, which one may never handle
     assert len(set(folders)) == 64
     job = make_job({"run": {"folder": "same"}})
     RunFolder.create(job)

@@ -20,6 +20,7 @@ from jinja2.ext import Extension
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 from shardwise.errors import DataError
+from shardwise.files import user_path
 
 Span = tuple[int, int]
 Messages = Sequence[dict[str, Any]]
@@ -119,9 +120,9 @@ class ChatTemplate:
 
 def load_template(name: str, tokenizer: str, has_chatml_tokens: bool) -> ChatTemplate:
     """Returns the template in the file `name`, else that of the tokenizer's folder, else ChatML if its tokens exist."""
-    folder = Path(tokenizer).expanduser()
+    folder = user_path(tokenizer)
     folder = folder if folder.is_dir() else folder.parent
-    path = Path(name).expanduser() if name else folder / "chat_template.jinja"
+    path = user_path(name) if name else folder / "chat_template.jinja"
     config_path, config = folder / "tokenizer_config.json", dict[str, Any]()
     try:
         if tokenizer != "bytes" and config_path.is_file():

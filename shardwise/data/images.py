@@ -17,7 +17,7 @@ import torch
 from shardwise.data.input_files import BadRecords
 from shardwise.data.sample_stream import CountedSource, Samples
 from shardwise.errors import DataError
-from shardwise.files import os_errors_as
+from shardwise.files import os_errors_as, user_path
 from shardwise.random import GOLDEN_GAMMA, hash_key_uint64, mix64_numpy, to_unit_interval
 
 IMAGE_SIZE, NUM_CLASSES = 32, 10
@@ -171,7 +171,7 @@ def _valid_records(path: Path, records: np.ndarray, bad_records: BadRecords) -> 
 
 def open_cifar10(path: str, bad_records: BadRecords, augment: ImageAugmentation | None) -> tuple[Cifar10, Cifar10]:
     """Opens the training and test images in `path`, which has either the six files or the unpacked archive's folder."""
-    folder = Path(path).expanduser()
+    folder = user_path(path)
     for candidate in (folder, folder / "cifar-10-batches-bin") if path else ():
         files = [candidate / f"{name}.bin" for name in (*TRAIN_FILES, TEST_FILE)]
         existing = [file for file in files if file.is_file()]

@@ -26,7 +26,7 @@ from shardwise.data.text import describe_source, encode_files, find_files, load_
 from shardwise.data.token_file import RAW_DTYPES, TokenFile, TokenWindows, open_raw_token_file, open_token_file
 from shardwise.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, parse_bpe_size, tokenizer_fingerprint
 from shardwise.errors import DataError
-from shardwise.files import cache_folder, file_lock, import_extra, parse_json, write_text
+from shardwise.files import cache_folder, file_lock, import_extra, parse_json, user_path, write_text
 from shardwise.job import DataConfig, Job
 from shardwise.models.chain import IGNORE_INDEX
 from shardwise.models.objectives import next_token
@@ -126,7 +126,7 @@ def _image_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataR
     model, augment, path = cast(Any, job.model), ImageAugmentation(job.data.augment, job.seed), job.data.path
 
     def find_images(path: str) -> tuple[Sequence[Path], np.ndarray]:
-        folder = Path(path).expanduser()
+        folder = user_path(path)
         if path and folder.is_dir() and not any(".tar" in file.suffixes for file in folder.iterdir()):
             paths, index = index_folder(record.take([folder])[0].path, model.num_classes)
         else:
@@ -136,7 +136,7 @@ def _image_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataR
             index = _open_or_encode(cached, partial(np.load, cached / "index.npy"), encode, bad_records, new)
         return paths, index[Permutation(len(index), "images")(np.arange(len(index)))]  # files are sorted by class
 
-    names = [name for name in ("train", "val", "validation", "test") if Path(path or "-", name).expanduser().is_dir()]
+    names = [name for name in ("train", "val", "validation", "test") if user_path(Path(path or "-", name)).is_dir()]
     if len(names) > 1 and names[0] == "train":
         parts = [find_images(f"{path}/{name}") for name in names[:2]]
     else:
@@ -265,7 +265,7 @@ def _chat_sources(job: Job, cache: Path, bad_records: BadRecords, record: DataRe
     has_chatml_tokens = len(tokenizer.encode_chat(["".join(CHATML_TOKENS)])[0][0]) == len(CHATML_TOKENS)
     template = load_template(data.chat_template, data.tokenizer, has_chatml_tokens or data.tokenizer == "bytes")
     if data.chat_template:
-        record.take([Path(data.chat_template).expanduser()])
+        record.take([user_path(data.chat_template)])
     train_on = "pairs" if pairs else data.train_on
     folder = cache / _cache_key(data, files, train_on, data.on_bad_record, template.as_tokenizer_config())
     new, open_files = BadRecords(bad_records.skip), partial(chat.open_chats, folder, length, data.truncate, pairs)

@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 
 from shardwise.data.token_file import write_data_file
 from shardwise.errors import DataError, shorten
-from shardwise.files import import_extra, os_errors_as
+from shardwise.files import import_extra, os_errors_as, user_path
 
 MAX_VOCAB = 10**7  # as of model.vocab
 EOS_TOKEN = "<|end|>"
@@ -163,7 +163,7 @@ def tokenizer_fingerprint(name: str) -> str:
 
 
 def _tokenizer_path(name: str) -> Path:
-    path = Path(name).expanduser()
+    path = user_path(name)
     path = path / "tokenizer.json" if path.is_dir() else path
     if not path.is_file():
         raise DataError(f"data.tokenizer = {name!r} is not a file; use bytes, bpe:SIZE or a path of a tokenizer.json.")

@@ -24,6 +24,7 @@ from shardwise.models.loss import VocabShard
 from shardwise.models.pretrained_config import FORMATS, read_config_file
 from shardwise.parallel.precision import Precision
 from shardwise.parallel.prepare import prepare
+from shardwise.run_job import check_job_file
 from shardwise.train.checkpoint_folder import CheckpointGroup
 from shardwise.train.export import open_checkpoint
 from shardwise.train.generate import LocalDecoder, Sampling, generate_texts, load_run_tokenizer
@@ -43,6 +44,7 @@ def load_eval_job(path: Path, overrides: Sequence[str] = ()) -> Job:
         if key.partition(".")[0] == "model" and key not in MODEL_KEYS:
             raise JobError(f"--set {key}: a trained model keeps its keys; eval sets only {' and '.join(MODEL_KEYS)}.")
     if (path / "job.toml").is_file():
+        check_job_file(path)
         return load_job(path / "job.toml", overrides)
     if not (path / "config.json").is_file():
         raise JobError(f"{path} is neither a run nor a folder with a config.json.")

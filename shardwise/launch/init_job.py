@@ -8,7 +8,7 @@ from typing import Any
 from shardwise.console import fill_in
 from shardwise.data.text import source_by_name, walk_files
 from shardwise.errors import JobError, suggest
-from shardwise.files import parse_toml, require_parent_folder, write_text
+from shardwise.files import parse_toml, require_parent_folder, user_path, write_text
 from shardwise.job import make_job
 from shardwise.object_store import parse_url
 from shardwise.planner.costs.model_shape import shape_of
@@ -31,7 +31,7 @@ def write_job(out: Path, given: Mapping[str, str | None], ask: Any) -> Iterator[
             raise JobError(f"--task {answer} is unknown; {suggest(answer, tasks)}")
         if (not answer and not default) or (key == "devices" and not answer.isdecimal()):
             raise JobError(f"--{key} needs a {'number' if default else 'value'}. {question}.")
-    data, start = Path(answers["data"] or "-").expanduser(), Path(answers["model"].partition("@")[0]).expanduser()
+    data, start = user_path(answers["data"] or "-"), user_path(answers["model"].partition("@")[0])
     if answers["task"] in ("continue", "tune") and not start.is_dir() and not parse_url(answers["model"]):
         raise JobError(f"--model {answers['model']}: no such folder; it needs a Hugging Face folder or a run.")
     classes = data / "train" if (data / "train").is_dir() else data

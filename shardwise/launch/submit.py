@@ -25,6 +25,7 @@ from shardwise.launch.sweep import parse_values
 from shardwise.layout import Layout
 from shardwise.object_store import parse_url
 from shardwise.parallel.prepare import prepare
+from shardwise.run_job import check_job_file, has_job_file
 
 TEMPLATES = Path(__file__).parent / "templates"
 # Of each kind: its template, the suffix of the file that is written, and the command that takes it.
@@ -115,7 +116,9 @@ class Submission:
         command = [*KINDS[self.kind][2], str(self.path)]
         if shutil.which(command[0]) is None:
             raise JobError(f"{command[0]} was not found here; take {self.path} to where it is: {shlex.join(command)}")
-        is_known = (Path(self.folder) / "job.toml").is_file()
+        is_known = has_job_file(Path(self.folder))
+        if is_known:
+            check_job_file(Path(self.folder))
         say(f"run folder: {self.folder}{' (it has a run, which is continued)' if is_known else ''}")
         say(f"page:       shardwise watch {self.folder}")
         if self.kind in ("ray", "ssh"):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.errors import JobError
-from shardwise.files import parse_record
+from shardwise.files import parse_record, write_text
 from shardwise.job import Job
 from shardwise.metrics.rank_metrics import PHASES, SCALAR_METRICS, WAIT_AXES
 
@@ -152,7 +152,7 @@ def _mlflow(job: Job, folder: Path) -> LogFn:
     run_id = saved.read_text() if saved.exists() else None  # of a run that goes on
     run = mlflow.start_run(run_id=run_id, run_name=folder.resolve().name)
     if run_id is None:
-        saved.write_text(run.info.run_id)
+        write_text(saved, run.info.run_id)
         mlflow.log_params({key: str(value)[:500] for key, value in flatten(job.model_dump()).items()})
     return _log_numbers(job, mlflow.log_metrics, mlflow.end_run)
 

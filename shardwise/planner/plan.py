@@ -68,6 +68,11 @@ class Plan:
     def best(self) -> Prediction:
         return self.layouts[0]
 
+    @property
+    def untraceable(self) -> str:
+        """Why times and memory are a rough estimate from the parameters alone; empty if the model was traced."""
+        return getattr(self.shape, "untraceable", "")
+
     def fits(self, prediction: Prediction) -> bool:
         return prediction.peak_memory <= self.cluster.device.memory
 

@@ -125,6 +125,19 @@ def host_memory() -> float:
     return min(total, float(text)) if text.isdigit() else total
 
 
+def available_memory() -> float:
+    """Returns the memory that is free on this machine, or in its container, in bytes."""
+    free = float(psutil.virtual_memory().available)
+    limit, statistics = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.stat")
+    if not limit.is_file() or not statistics.is_file() or not limit.read_text().strip().isdigit():
+        return free
+
+    lines = (line.split() for line in statistics.read_text().splitlines())
+    used = {key: float(value) for key, value in lines}
+    taken = used.get("anon", 0.0) + used.get("shmem", 0.0)  # the rest are caches, which give way
+    return min(free, float(limit.read_text()) - taken)
+
+
 def require_memory(job: Job, bytes_per_parameter: int, processes: int = 1, share: float = 1.0) -> None:
     """Raises LayoutError if this machine cannot hold a single copy of the model's state (a share of it, if there are
     other machines) and the processes: a lower bound that no layout gets below."""
@@ -179,6 +192,8 @@ def describe_plan(plan: Plan, source: str) -> str:
     peak = best.peak_memory / GIB
     memory = f"{peak:.{2 if peak < 100 else 3}g} of {device.memory / GIB:.3g} GiB"
     line = f"predicted {format_seconds(best.seconds)} per step, {memory} on {device.name} ({source})"
+    if plan.untraceable:
+        line += f"; a rough estimate from the parameters alone, since {plan.untraceable}"
     if plan.evaluated == 1:
         return line
     near_miss = f"; {plan.near_misses[0]}" if plan.near_misses else ""

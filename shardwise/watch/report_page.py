@@ -34,6 +34,7 @@ CONTENT_SECURITY_POLICY = (
 def render_page(payload: dict[str, Any], title: str, live_url: str = "") -> str:
     """Returns the HTML document. A live page polls `live_url` for updates."""
     data = json.dumps(payload, allow_nan=False).replace("<", "\\u003c").replace("\u2028", "\\u2028")
+    title = title.encode(errors="backslashreplace").decode()  # a folder's name need not be valid Unicode
     return Template(_read_asset("page.html")).substitute(
         title=escape(title), data=data, live=f' data-live="{escape(live_url)}"' if live_url else "",
         plot_style=_read_asset("uPlot.min.css"), plot_script=_read_asset("uPlot.iife.min.js"),

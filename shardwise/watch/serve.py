@@ -22,6 +22,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 from shardwise.errors import JobError, UserError
 from shardwise.files import parse_record, parse_toml, write_text
 from shardwise.job import load_job
+from shardwise.run_job import check_job_file
 from shardwise.watch.page_data import compare, page_data
 from shardwise.watch.report_page import CONTENT_SECURITY_POLICY, render_page
 from shardwise.watch.run_data import RunData, parse_notes, run_status, to_float
@@ -39,6 +40,8 @@ def _load(path: Path, time_ns: int, size: int) -> Any:
     """Returns what the list shows of a file; `time_ns` and `size` say which version of it."""
     if path.name == "job.toml":  # the whole job only if need be: a thousand take seconds
         head = path.read_text(encoding="utf-8").partition("\n[")[0]
+        if not re.search(r"^seed = ", head, re.MULTILINE):  # a run's own has it
+            check_job_file(path.parent)
         steps = re.search(r"^steps = (\d+)$", head, re.MULTILINE)
         return int(steps[1]) if steps and "\ntokens" not in head else load_job(path).total_steps
     if path.name == "plan.toml":  # the layout stands before the first table: tables are most of the file

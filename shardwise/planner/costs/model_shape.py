@@ -133,6 +133,7 @@ class OperatorListModel(ModelShape):
 
     # Returns the modules' costs for a micro-batch size and, if the model has several heads, a tensor degree.
     make_operators: Callable[..., tuple[OperatorCosts, ...]]
+    untraceable: str = ""  # why the costs are a rough estimate from the parameters; empty: they were traced
     tables: Sequence[TableSpec] = ()  # embedding tables
     has_ends: bool = False  # if so, they are the first and the last module
 
@@ -173,4 +174,4 @@ def shape_of(config: ModelConfig, itemsize: int = 4) -> ModelShape:
         layers=len(make_operators(1)) - 2 * splits_layers, make_operators=make_operators, has_ends=splits_layers,
         heads=int(getattr(config, "heads", 1)) if splits_heads else 1, sequence=config.length if splits_heads else 1,
         width=1, kv_heads=1, head_dim=1, ffn=0, vocab=0, tables=family.tables(config),
-        single_micro_batch=config.requires_single_micro_batch)  # fmt: skip
+        single_micro_batch=bool(config.single_micro_batch), untraceable=family.untraceable(config))  # fmt: skip
