@@ -199,7 +199,8 @@ class DeferredInit(TorchDispatchMode, InitialValues):
             return thaw(target)
         with _disable_current_modes(), torch.no_grad(), torch.random.fork_rng(devices=[]):
             for operation in (self.operations[index] for index in sorted(chosen)):
-                torch.manual_seed(operation.seed)
+                # Not `torch.manual_seed`: that seeds every kind of device, which takes longer than most operators.
+                torch.default_generator.manual_seed(operation.seed)
                 args, kwargs = tree_map_only(_View, thaw, (operation.args, operation.kwargs))
                 out = operation.func(*args, **kwargs)
                 for view, real in zip(tree_leaves(operation.outputs), tree_leaves(out), strict=True):
@@ -235,7 +236,7 @@ class PlainInit(TorchDispatchMode):
             return func(*args, **kwargs)
 
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self._numbering.seed_of(written))
+            torch.default_generator.manual_seed(self._numbering.seed_of(written))
             out = func(*args, **kwargs)
 
         made = {storage_key(tensor): tensor for tensor in tensors_in(out) if storage_key(tensor) not in reads}
