@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import alarm_modules
@@ -172,6 +173,26 @@ def test_a_difference_above_rounding_is_found(name: str) -> None:
     result = altered_gradient(1e-8, name)
     assert result.first_difference is not None
     assert (result.first_difference.kind, result.first_difference.name) == ("gradient", name)
+
+
+def test_a_difference_that_rounding_never_makes_is_told_without_measuring_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+    monkeypatch.setattr(parity, "_measure_rounding", lambda *args: measured.append(args))
+    monkeypatch.setattr(parity, "run_world", _run_here_if(parity._measure_rounding))
+
+    assert not altered_gradient(1e-3, "blocks.3.conv.bias").ok
+    assert not measured
+    assert not altered_gradient(1e-8, "blocks.3.conv.bias").ok
+    assert len(measured) == 1
+
+
+def _run_here_if(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `run_world`, which runs one function in this process."""
+
+    def run(called: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+        return [function()] if called is function else run_world(called, *args, **options)
+
+    return run
 
 
 def test_a_model_that_jumps_is_not_excused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,9 @@ RUNS = 3  # one alone may round like the reference by chance
 # kernel, whose noise is up to 11 times the measured (tests/alarm_modules.py: small_inputs).
 FACTOR = 100.0
 JUMP = 1e-6  # relative to the RMS norm of tensors of that kind: more than rounding does
+LARGEST_ALLOWANCE = FACTOR * JUMP
+"""What a gradient may differ by at most, relative to their RMS norm, whatever is measured: `find_moved` allows nothing
+where rounding moves it by more than `JUMP`. A larger difference needs no measurement."""
 
 
 @dataclass(frozen=True)
