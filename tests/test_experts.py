@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import suppress
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -136,16 +137,25 @@ CUT_LAYOUT = {
 }  # fmt: skip
 
 
-def cut_layout(case: Case) -> Layout | None:
-    """The layout of a case; None where its experts do not fit on its ranks, or one of its words would mean nothing."""
+MODEL_OF_FOUR = small(experts=4).model
+
+
+@cache
+def _cut_layout(*values: Any) -> Layout | None:
+    case = dict(zip(CUT_LAYOUT, values))
     order = {"pipeline": 2, "schedule": case["pipeline"]} if case["pipeline"] else {}
     layout = Layout(**{key: case[key] for key in CUT_LAYOUT if key != "pipeline"} | {"micro_batch": 1} | order)
     if layout.world > 8 or (layout.zero > 1 and layout.shard == 1):
         return None
     with suppress(LayoutError):
-        expert.check(small(experts=4).model, layout)
+        expert.check(MODEL_OF_FOUR, layout)
         return layout
     return None
+
+
+def cut_layout(case: Case) -> Layout | None:
+    """The layout of a case; None where its experts do not fit on its ranks, or one of its words would mean nothing."""
+    return _cut_layout(*(case[key] for key in CUT_LAYOUT))
 
 
 CUT_CASES = cover([[dict(zip(CUT_LAYOUT, values)) for values in product(*CUT_LAYOUT.values())]],

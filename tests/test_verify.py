@@ -21,6 +21,7 @@ from shardwise.errors import JobError, LayoutError
 from shardwise.job import DataConfig, Job, make_job
 from shardwise.launch.start import check_layout_fits
 from shardwise.layout import Layout, micro_batch_error
+from shardwise.models.config import ModelConfig
 from shardwise.parallel import context
 from shardwise.parallel.parallelize import parallelize
 from shardwise.parallel.prepare import prepare
@@ -118,10 +119,15 @@ def fits(case: Case) -> bool:
 @cache
 def _takes_context(layout: Layout, heads: int, kv_heads: int) -> bool:
     try:
-        context.check(tiny(1, heads=heads, kv_heads=kv_heads).model, layout)
+        context.check(_model_of_heads(heads, kv_heads), layout)
     except LayoutError:
         return False
     return True
+
+
+@cache
+def _model_of_heads(heads: int, kv_heads: int) -> ModelConfig:
+    return tiny(1, heads=heads, kv_heads=kv_heads).model
 
 
 def cost(case: Case) -> float:
