@@ -8,6 +8,9 @@ DOCS_STAMP := $(VENV)/.installed-docs
 # Scripts beside the house: that what they call is there, and takes what it is given.
 LOOSELY := $(addprefix --disable-error-code ,union-attr arg-type operator misc assignment call-overload no-untyped-def)
 
+# Each of the suite's many processes would compile the package anew, where the environment says so.
+export PYTHONDONTWRITEBYTECODE :=
+
 .PHONY: demo test test-all test-clusters test-share test-gpu lint docs clean
 
 demo: $(STAMP)

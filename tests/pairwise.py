@@ -28,10 +28,11 @@ def cover(
     wanted = sorted(((a, b) for a, b in product(values, values) if a[0] < b[0]), key=repr)
     draw.shuffle(wanted)
     missing, chosen = set(wanted), []
+    holders = [_holders(group) for group in groups]
     for pair in wanted:
         if pair not in missing:
             continue
-        narrowed = [[p for p in group if all(p.get(key, value) == value for key, value in pair)] for group in groups]
+        narrowed = [_narrow(group, held, pair) for group, held in zip(groups, holders)]
         if not all(narrowed):
             continue  # no part holds both
         best, most = None, 0.0
@@ -47,3 +48,21 @@ def cover(
             chosen.append({key: value for part in best for key, value in part.items()})
             missing -= pairs(chosen[-1])
     return chosen
+
+
+def _holders(group: Sequence[Case]) -> dict[Any, list[Case]]:
+    """Returns by (factor, value) the parts that hold it."""
+    held: dict[Any, list[Case]] = {}
+    for part in group:
+        for item in part.items():
+            held.setdefault(item, []).append(part)
+    return held
+
+
+def _narrow(group: Sequence[Case], held: dict[Any, list[Case]], pair: Any) -> Sequence[Case]:
+    """Returns the parts of a group that hold those of two items whose factors the group has."""
+    items = [item for item in pair if item[0] in group[0]]
+    if not items:
+        return group
+    first, *rest = items
+    return [part for part in held.get(first, []) if all(part[key] == value for key, value in rest)]
