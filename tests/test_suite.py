@@ -143,8 +143,14 @@ def test_what_a_forked_command_raises_is_shown(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_a_forked_command_gets_the_signals_of_its_starter(number: signal.Signals, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(600)")
-    process = subprocess.Popen([sys.executable, "script.py"], cwd=tmp_path, text=True, stdout=subprocess.PIPE,
-                               stderr=subprocess.DEVNULL)  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's job in the background ignores it
+    )
     assert process.stdout is not None
     forked = int(process.stdout.readline())
     process.send_signal(number)
