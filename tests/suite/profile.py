@@ -12,7 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+
+from suite.warm import WARM
 
 COUNTED = {"subprocess.Popen": "commands", "os.fork": "forks", "time.sleep": "sleeps"}
 
@@ -42,19 +45,28 @@ class Profile:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
         self.counts.clear()
         begin = time.monotonic()
-        before = os.times()
+        own_before, children_before = processor_times(item.config)
         try:
             return (yield)
         finally:
-            now = os.times()
+            own, children = processor_times(item.config)
             row = {
                 "test": item.nodeid,
                 "seconds": round(time.monotonic() - begin, 3),
-                "own": round(now.user + now.system - before.user - before.system, 3),
-                "children": round(
-                    now.children_user + now.children_system - before.children_user - before.children_system, 3
-                ),
+                "own": round(own - own_before, 3),
+                "children": round(children - children_before, 3),
                 **self.counts,
             }
             with self.file.open("a") as file:
                 file.write(json.dumps(row) + "\n")
+
+
+def processor_times(config: pytest.Config) -> tuple[float, float]:
+    """Returns the seconds of processor time of this process, and of all that have ended below it."""
+    times = os.times()
+    own = times.user + times.system
+    children = times.children_user + times.children_system
+    if WARM in config.stash:
+        warm = psutil.Process(config.stash[WARM].pid).cpu_times()
+        children += warm.user + warm.system + warm.children_user + warm.children_system
+    return own, children

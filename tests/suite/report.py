@@ -28,14 +28,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(ProgressLine(config), "progress line")
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    seed = config.getoption("shuffle")
-    return "order: as written; " + SEEDS if seed is None else f"order: --shuffle {seed}; " + SEEDS
-
-
-SEEDS = "every other random number has a fixed seed."
-
-
 class ProgressLine:
     """Draws one line in place of a dot per test."""
 
@@ -81,7 +73,11 @@ class ProgressLine:
         print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    seed = config.getoption("shuffle")
+    order = "as written" if seed is None else f"drawn by --shuffle {seed}"
+    terminalreporter.write_line(f"order: {order}; every other random number has a fixed seed.")
+
     failed = [*terminalreporter.stats.get("failed", []), *terminalreporter.stats.get("error", [])]
     if not failed:
         return

@@ -70,18 +70,22 @@ class WarmProcess:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--warm", action="store_true", help="fork the commands of tests from one warm process")
+    parser.addoption("--cold", action="store_true", help="start the commands of tests in interpreters of their own")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """What was imported stays: no collection of garbage looks at it again, here or in a process that is forked."""
     gc.freeze()
     gc.enable()
-    if not session.config.getoption("warm"):
-        return
-    has_controller_only = session.config.getoption("numprocesses", None) and not hasattr(session.config, "workerinput")
-    if not has_controller_only and not session.config.getoption("collectonly"):
+    if runs_tests(session.config) and not session.config.getoption("cold") and not torch.cuda.is_available():
+        # With a GPU, this process has asked for it, and what is forked from such a process cannot use it.
         session.config.stash[WARM] = WarmProcess()
+
+
+def runs_tests(config: pytest.Config) -> bool:
+    """Whether this process runs tests itself: not one that only lists them, or that hands them to its workers."""
+    has_workers = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
+    return not has_workers and not config.getoption("collectonly")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
