@@ -44,8 +44,8 @@ LAYOUTS = [
     "pipeline=1",
     "shard=2",
     "shard=2 zero=3",
-    "shard=3",
     "replicate=2",
+    "shard=3",
     "tensor=2",
     "pipeline=2",
     "pipeline=2 schedule=zbv",
@@ -100,14 +100,16 @@ def make_source(folder: Path, layout: Layout) -> tuple[list[float], list[tuple[s
     return losses, held
 
 
-def load_sources(folders: dict[str, Path], layout: Layout) -> dict[str, tuple[Any, list[float], list[tuple[str, str]]]]:
+def load_sources(
+    folders: dict[str, Path], layout: Layout, last: int = 4
+) -> dict[str, tuple[Any, list[float], list[tuple[str, str]]]]:
     engine, optimizer = start(JOB, layout)
     results = {}
     for text, folder in folders.items():
         checkpoints = CheckpointManager(folder, 2, asynchronous=True)
         state = checkpoints.load(engine, optimizer)
         held = everything(engine, optimizer)
-        results[text] = state, train(JOB, engine, optimizer, 2, 4), held
+        results[text] = state, train(JOB, engine, optimizer, 2, last), held
     return results
 
 
@@ -136,7 +138,7 @@ def neighbours(text: str) -> list[str]:
     return [LAYOUTS[LAYOUTS.index(text) - back] for back in range(3)]
 
 
-@pytest.mark.thin(10)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("text", LAYOUTS)
 def test_any_layout_loads_from_any_other(sources: dict[str, Any], text: str) -> None:
     layout = Layout.parse(text)
@@ -152,6 +154,10 @@ def test_any_layout_loads_from_any_other(sources: dict[str, Any], text: str) -> 
         assert result[text][1] == sources[text][1][rank][0]
 
 
+def load_all_whole(folders: dict[str, Path]) -> dict[str, tuple[dict[str, Any] | None, dict[str, str]]]:
+    return {text: load_whole(folder) for text, folder in folders.items()}
+
+
 def load_whole(folder: Path) -> tuple[dict[str, Any] | None, dict[str, str]]:
     model = JOB.family.build_on_meta(JOB.model, JOB.seed).double().to_empty(device="cpu")
     model.tie_weights()
@@ -162,12 +168,19 @@ def load_whole(folder: Path) -> tuple[dict[str, Any] | None, dict[str, str]]:
     return state, {name: bits(weight) for name, weight in model.named_unique_parameters()}
 
 
-def test_whole_weights_load_in_one_process(sources: dict[str, Any]) -> None:
-    for text in ("shard=3", "pipeline=2 shard=2 tensor=2"):
-        state, weights = run_world(load_whole, 1, sources[text][0])[0]
+@pytest.mark.thin(3)
+@pytest.mark.parametrize(
+    "texts", [("shard=3", "tensor=2", "pipeline=2"), ("pipeline=2 shard=2 tensor=2",)], ids=["one axis", "three axes"]
+)
+def test_whole_weights_load_in_one_process(sources: dict[str, Any], texts: tuple[str, ...]) -> None:
+    folders = {text: sources[text][0] for text in texts}
+    whole = run_world(load_all_whole, 1, folders)[0]
+    loaded = run_world(load_sources, 1, folders, ALONE, 2)[0]
+    for text in texts:
+        state, weights = whole[text]
         assert state == {"step": 2, "samples": 24}
-        loaded = run_world(load_sources, 1, {text: sources[text][0]}, ALONE)[0][text]
-        assert weights == {name: held for name, held in loaded[2] if name in weights}
+        held = {name.removeprefix("whole "): value for name, value in loaded[text][2] if name.startswith("whole ")}
+        assert weights == held
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -207,7 +220,14 @@ def save_marks(folder: Path, steps: list[int], keep: int = 10) -> None:
 
 
 def load_marks(folder: Path, step: int | None = None) -> tuple[Any, list[str], set[float]]:
-    engine, optimizer = start(JOB, ALONE)
+    return load_marks_into(*start(JOB, ALONE), folder, step)
+
+
+def load_marks_into(
+    engine: Engine, optimizer: torch.optim.Optimizer, folder: Path, step: int | None = None
+) -> tuple[Any, list[str], set[float]]:
+    """Loads over a mark of its own, so that nothing is left of what was loaded before."""
+    mark(engine, optimizer, -1.0)
     checkpoints = CheckpointManager(folder, 10, asynchronous=False)
     state = checkpoints.load(engine, optimizer, step)
     return state, checkpoints.damaged, marks(engine, optimizer)
@@ -232,15 +252,16 @@ def two(ten_and_twenty: Path, tmp_path: Path) -> Path:
 
 def flip_each(folder: Path) -> list[tuple[str, Any, list[str], set[float]]]:
     """Flips one bit in one file of step 20 after the other, at a place drawn by lot, and loads."""
+    engine, optimizer = start(JOB, ALONE)
     lot, results = random.Random(0), []
     for path in sorted((folder / "step-00000020").iterdir()):
         content = path.read_bytes()
         flipped = bytearray(content)
         flipped[lot.randrange(len(content))] ^= 1 << lot.randrange(8)
         path.write_bytes(flipped)
-        results.append((path.name, *load_marks(folder)))
+        results.append((path.name, *load_marks_into(engine, optimizer, folder)))
         path.write_bytes(content)
-    results.append(("", *load_marks(folder)))
+    results.append(("", *load_marks_into(engine, optimizer, folder)))
     return results
 
 
@@ -253,9 +274,11 @@ def test_a_flipped_bit_is_found_in_any_file(two: Path) -> None:
     assert mended[1:] == ({"step": 20, "note": "ü"}, [], {20.0})
 
 
-@pytest.mark.parametrize("harm", ["truncated", "missing", "no manifest", "manifest cut", "value changed"])
-def test_a_torn_checkpoint_is_passed_over(two: Path, harm: str) -> None:
-    newest = two / "step-00000020"
+HARMS = ("truncated", "missing", "no manifest", "manifest cut", "value changed")
+
+
+def tear(newest: Path, harm: str) -> str:
+    """Returns the name of the file that is harmed."""
     data, manifest = newest / "__0_0.distcp", newest / "manifest.json"
     if harm == "truncated":
         os.truncate(data, data.stat().st_size // 2)
@@ -267,11 +290,23 @@ def test_a_torn_checkpoint_is_passed_over(two: Path, harm: str) -> None:
         os.truncate(manifest, 100)
     else:
         manifest.write_text(manifest.read_text().replace('"step": 20', '"step": 30'))
-    state, damaged, found = run_world(load_marks, 1, two)[0]
-    assert (state["step"], found) == (10, {10.0})
-    culprit = data.name if harm in ("truncated", "missing") else manifest.name
-    assert len(damaged) == 1 and "step-00000020" in damaged[0] and culprit in damaged[0]
-    assert valid_checkpoints(two) == [(10, two / "step-00000010")]
+    return data.name if harm in ("truncated", "missing") else manifest.name
+
+
+def load_each(folders: dict[str, Path]) -> dict[str, tuple[Any, list[str], set[float]]]:
+    engine, optimizer = start(JOB, ALONE)
+    return {name: load_marks_into(engine, optimizer, folder) for name, folder in folders.items()}
+
+
+def test_a_torn_checkpoint_is_passed_over(ten_and_twenty: Path, tmp_path: Path) -> None:
+    folders = {harm: shutil.copytree(ten_and_twenty, tmp_path / harm) for harm in HARMS}
+    culprits = {harm: tear(folder / "step-00000020", harm) for harm, folder in folders.items()}
+    results = run_world(load_each, 1, folders)[0]
+    for harm, folder in folders.items():
+        state, damaged, found = results[harm]
+        assert (state["step"], found) == (10, {10.0}), harm
+        assert len(damaged) == 1 and "step-00000020" in damaged[0] and culprits[harm] in damaged[0], harm
+        assert valid_checkpoints(folder) == [(10, folder / "step-00000010")], harm
 
 
 def test_none_that_is_good(two: Path) -> None:
@@ -281,10 +316,17 @@ def test_none_that_is_good(two: Path) -> None:
         run_world(load_marks, 1, two)
 
 
-def test_a_step_by_number(two: Path) -> None:
-    assert run_world(load_marks, 1, two, 10)[0] == ({"step": 10, "note": "ü"}, [], {10.0})
+def load_by_number(folder: Path) -> tuple[Any, list[str], set[float]]:
+    """Loads step 10, then asks for step 15, which is not there."""
+    engine, optimizer = start(JOB, ALONE)
+    loaded = load_marks_into(engine, optimizer, folder, 10)
     with pytest.raises(CheckpointError, match="no checkpoint of step 15; available: 20, 10"):
-        run_world(load_marks, 1, two, 15)
+        load_marks_into(engine, optimizer, folder, 15)
+    return loaded
+
+
+def test_a_step_by_number(two: Path) -> None:
+    assert run_world(load_by_number, 1, two)[0] == ({"step": 10, "note": "ü"}, [], {10.0})
 
 
 def load_other(folder: Path) -> None:
@@ -321,18 +363,33 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
     assert names(tmp_path) == ["other", "step-00000003", "step-00000004"]
 
 
+def save_twice(folder: Path) -> list[list[str]]:
+    """Saves steps 30 and 40, each with a manager of its own; returns which checkpoints there are after each."""
+    engine, optimizer = start(JOB, ALONE)
+    found = []
+    for number in (30, 40):
+        CheckpointManager(folder, 2, asynchronous=False).save(number, engine, optimizer, {"note": "ü"})
+        found.append(names(folder))
+    return found
+
+
 def test_a_damaged_one_does_not_count(two: Path) -> None:
     (two / "step-00000020" / "__0_0.distcp").unlink()
-    run_world(save_marks, 1, two, [30], 2)
-    assert names(two) == ["step-00000010", "step-00000020", "step-00000030"]
-    run_world(save_marks, 1, two, [40], 2)
-    assert names(two) == ["step-00000030", "step-00000040"]
+    after_30, after_40 = run_world(save_twice, 1, two)[0]
+    assert after_30 == ["step-00000010", "step-00000020", "step-00000030"]
+    assert after_40 == ["step-00000030", "step-00000040"]
+
+
+def save_again_and_load(folder: Path) -> tuple[list[str], Any]:
+    engine, optimizer = start(JOB, ALONE)
+    CheckpointManager(folder, 2, asynchronous=False).save(20, engine, optimizer, {"note": "ü"})
+    return names(folder), CheckpointManager(folder, 10, asynchronous=False).load(engine, optimizer)
 
 
 def test_a_step_can_be_saved_again(two: Path) -> None:
-    run_world(save_marks, 1, two, [20], 2)
-    assert names(two) == ["step-00000010", "step-00000020.1"]
-    assert run_world(load_marks, 1, two)[0][0]["step"] == 20
+    found, state = run_world(save_again_and_load, 1, two)[0]
+    assert found == ["step-00000010", "step-00000020.1"]
+    assert state["step"] == 20
 
 
 def rewind(folder: Path) -> None:
@@ -360,6 +417,7 @@ def save_and_go_on(folder: Path, layout: Layout) -> set[float]:
     return marks(engine, optimizer)
 
 
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("text", ["pipeline=1", "shard=2"])
 def test_what_comes_after_the_call_is_not_saved(tmp_path: Path, text: str) -> None:
     layout = Layout.parse(text)
@@ -395,10 +453,17 @@ class Full(checkpoint_folder.HashedFileWriter):
         super().__init__("/dev/full" if full else path)
 
 
-def fill_the_disk(folder: Path, asynchronous: bool) -> tuple[str, list[str], int]:
+def fill_the_disks(folders: dict[bool, Path]) -> list[tuple[str, list[str], int]]:
+    """Fills the disk of each folder, whose checkpoints are asynchronous or not."""
+    engine, optimizer = start(JOB, Layout.parse("shard=2"))
+    return [fill_the_disk(engine, optimizer, folder, asynchronous) for asynchronous, folder in folders.items()]
+
+
+def fill_the_disk(
+    engine: Engine, optimizer: torch.optim.Optimizer, folder: Path, asynchronous: bool
+) -> tuple[str, list[str], int]:
     from shardwise.train import dcp_storage
 
-    engine, optimizer = start(JOB, Layout.parse("shard=2"))
     checkpoints = CheckpointManager(folder, 2, asynchronous)
     checkpoints.save(1, engine, optimizer, {})
     checkpoints.finish()
@@ -417,12 +482,14 @@ def fill_the_disk(folder: Path, asynchronous: bool) -> tuple[str, list[str], int
     return str(caught.value), there, state["step"]
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_a_full_disk_is_named_on_every_rank(tmp_path: Path, asynchronous: bool) -> None:
-    for message, there, last in run_world(fill_the_disk, 2, tmp_path, asynchronous):
-        assert "step 2" in message and "rank 1" in message and "No space left on device" in message
-        assert there == ["step-00000001"]  # nothing half-written is left
-        assert last == 3
+def test_a_full_disk_is_named_on_every_rank(tmp_path: Path) -> None:
+    folders = {False: tmp_path / "synchronous", True: tmp_path / "asynchronous"}
+    for results in run_world(fill_the_disks, 2, folders):
+        assert len(results) == 2
+        for message, there, last in results:
+            assert "step 2" in message and "rank 1" in message and "No space left on device" in message
+            assert there == ["step-00000001"]  # nothing half-written is left
+            assert last == 3
 
 
 def save_a_bit(folder: Path) -> list[str]:
@@ -499,27 +566,39 @@ def save_for_ever(folder: Path, first: int) -> None:
 
 
 def test_kill_9_in_the_middle_of_a_save(tmp_path: Path) -> None:
-    lot, last, torn = random.Random(1), 0, 0
-    for _ in range(4):
+    """Each round kills while a part of a checkpoint is there, after a time of its own drawn by lot."""
+    lot, last = random.Random(1), 0
+    for _ in range(2):
         worker = multiprocessing.get_context("fork").Process(target=save_for_ever, args=(tmp_path, last + 1))
         worker.start()
         try:
-            until = time.monotonic() + 60
-            while not (any(step > last for step, _ in valid_checkpoints(tmp_path)) and leftovers(tmp_path)):
-                assert time.monotonic() < until and worker.is_alive()
-                time.sleep(0.001)
-            time.sleep(lot.random() * 0.03)
-        finally:
             assert worker.pid is not None
+            until = time.monotonic() + 60
+            while not any(step > last for step, _ in valid_checkpoints(tmp_path)):
+                assert time.monotonic() < until and worker.is_alive()
+                time.sleep(0.01)
+            while True:
+                time.sleep(lot.random() * 0.03)
+                stop(worker.pid)
+                if leftovers(tmp_path):
+                    break
+                assert time.monotonic() < until
+                os.kill(worker.pid, signal.SIGCONT)
+        finally:
             os.kill(worker.pid, signal.SIGKILL)
             worker.join()
         finished = valid_checkpoints(tmp_path)
-        torn += bool(leftovers(tmp_path))
+        assert leftovers(tmp_path), "the kill came in the middle of a save"
         state, damaged, found = run_world(load_marks, 1, tmp_path)[0]
         assert damaged == [] and not leftovers(tmp_path)
         assert state["step"] == finished[0][0] > last and found == {float(state["step"])}
         last = state["step"]
-    assert torn, "no kill came in the middle of a save"
+
+
+def stop(worker: int) -> None:
+    """Stops a child, and returns once it has stopped."""
+    os.kill(worker, signal.SIGSTOP)
+    os.waitid(os.P_PID, worker, os.WSTOPPED)
 
 
 def leftovers(folder: Path) -> list[Path]:
