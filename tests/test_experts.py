@@ -160,6 +160,7 @@ def cut_layout(case: Case) -> Layout | None:
 
 CUT_CASES = cover([[dict(zip(CUT_LAYOUT, values)) for values in product(*CUT_LAYOUT.values())]],
                   lambda case: cut_layout(case) is not None, lambda case: 1.0)  # fmt: skip
+_cut_layout.cache_clear()  # every trace of a model looks through the results that cached functions hold
 
 
 @pytest.mark.thin(6)

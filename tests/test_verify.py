@@ -138,6 +138,10 @@ def cost(case: Case) -> float:
 
 CASES = cover([[case for case in every(LAYOUT) if layout_of(case)], every(MODEL)], fits, cost)
 
+# Every trace of a model looks through the results that cached functions hold, and these hold those of all candidates.
+for cached in (_layout_of, _micro_batch_counts, _takes_context, _model_of_heads):
+    cached.cache_clear()
+
 
 def name_of(case: Case) -> str:
     heads, sizes = ("/".join(map(str, case[key])) for key in ("heads", "sizes"))
