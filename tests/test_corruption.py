@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from test_guard import FAULTY_WORKER, curve, events, small_job
+from test_guard import curve, events, small_job, train
 
-from shardwise.chaos.faulty_worker import Fault, flip_tensor_bit, inject_faults
+from shardwise.chaos.faulty_worker import Fault, flip_tensor_bit
 from shardwise.chaos.run import draw_faults
 from shardwise.errors import RunError
 from shardwise.integrity.checksums import COPY_KINDS, checksum, reference_ranks
 from shardwise.job import Job
-from shardwise.launch.start import launch
 from shardwise.layout import Layout
 from shardwise.train.run_folder import RunFolder
 from shardwise.workers.fork_server import ForkServer
@@ -31,11 +32,16 @@ def job_of(folder: Path, run: dict[str, object] | None = None, **changes: object
     )
 
 
-def train(fork_server: ForkServer, job: Job, layout: str, *faults: Fault) -> RunFolder:
-    folder = RunFolder.create(job)
-    inject_faults(folder.path, list(faults))
-    launch(folder, Layout.parse(layout), resume=False, entry=FAULTY_WORKER, fork_server=fork_server)
-    return folder
+@pytest.fixture(scope="module")
+def undisturbed(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], RunFolder]:
+    """Returns a run in a layout, which no fault hits and which computes nothing twice to compare."""
+
+    @cache
+    def run_in(layout: str) -> RunFolder:
+        folder = tmp_path_factory.mktemp("runs") / "run"
+        return train(fork_server, job_of(folder, run={"checksum_every": 0, "redundant_compute_every": 0}), layout)
+
+    return run_in
 
 
 def label_of(run: RunFolder, fault: Fault) -> str:
@@ -43,18 +49,19 @@ def label_of(run: RunFolder, fault: Fault) -> str:
     return (run.path / "faults" / f"tensor-{fault.number}").read_text()
 
 
-@pytest.mark.thin(8)
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_flipped_bits_are_named_and_leave_no_trace(layout: str, fork_server: ForkServer, tmp_path: Path) -> None:
+def test_flipped_bits_are_named_and_leave_no_trace(
+    layout: str, undisturbed: Callable[[str], RunFolder], fork_server: ForkServer, tmp_path: Path
+) -> None:
     world, copied = Layout.parse(layout).world, "replicate" in layout
     faults = [
         Fault("weight", world - 1, 6, "data", 0), Fault("state", 0, 7, "forward", 1),
         Fault("weight", 0, 9, "backward", 2), Fault("state", world - 1, 10, "data", 3),
         *([Fault("gradient", 1, 11, "gradient", 4)] if copied else []),
     ]  # fmt: skip
-    undisturbed = train(fork_server, job_of(tmp_path / "undisturbed", run={"checksum_every": 0}), layout)
     run = train(fork_server, job_of(tmp_path / "run", run={"redundant_compute_every": 4}), layout, *faults)
-    assert curve(run) == curve(undisturbed)
+    assert curve(run) == curve(undisturbed(layout))
     told = events(run, "corruption")
     for fault in faults:
         (event,) = [e for e in told if e["step"] == fault.step and e["ranks"] == [fault.rank]]
@@ -68,12 +75,11 @@ def test_flipped_bits_are_named_and_leave_no_trace(layout: str, fork_server: For
     }
 
 
-def test_in_parts_copies_that_differ_are_found_within_a_round(fork_server: ForkServer, tmp_path: Path) -> None:
-    undisturbed = train(fork_server, job_of(tmp_path / "undisturbed", steps=20), "replicate=2")
-    run = train(
-        fork_server, job_of(tmp_path / "run", run={"checksum_every": 6}, steps=20), "replicate=2", Fault("weight", 1, 6)
-    )
-    assert curve(run) == curve(undisturbed)
+def test_in_parts_copies_that_differ_are_found_within_a_round(
+    undisturbed: Callable[[str], RunFolder], fork_server: ForkServer, tmp_path: Path
+) -> None:
+    run = train(fork_server, job_of(tmp_path / "run", run={"checksum_every": 6}), "replicate=2", Fault("weight", 1, 6))
+    assert curve(run) == curve(undisturbed("replicate=2"))
     first = events(run, "corruption")[0]
     assert 1 in first["ranks"] and 6 <= first["step"] <= 12  # type: ignore[operator]
 
@@ -81,14 +87,13 @@ def test_in_parts_copies_that_differ_are_found_within_a_round(fork_server: ForkS
 @pytest.mark.thin(4)
 @pytest.mark.parametrize("layout", ["replicate=2", "shard=2 zero=3", "shard=2 tensor=2"])
 def test_a_micro_batch_that_another_rank_computes_otherwise(
-    layout: str, fork_server: ForkServer, tmp_path: Path
+    layout: str, undisturbed: Callable[[str], RunFolder], fork_server: ForkServer, tmp_path: Path
 ) -> None:
     parsed = Layout.parse(layout)
     owner = random.Random("0 6").randrange(parsed.data) * parsed.tensor
     faults = [Fault("miscompute", owner, 6, "second", 0), Fault("miscompute", 0, 9, "first", 1)]
-    undisturbed = train(fork_server, job_of(tmp_path / "undisturbed", run={"redundant_compute_every": 0}), layout)
     run = train(fork_server, job_of(tmp_path / "run", run={"redundant_compute_every": 3}), layout, *faults)
-    assert curve(run) == curve(undisturbed)
+    assert curve(run) == curve(undisturbed(layout))
     told = events(run, "corruption")
     assert [event["step"] for event in told] == [6, 9]
     for fault, event in zip(faults, told, strict=True):

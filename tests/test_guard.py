@@ -7,23 +7,27 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
+from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from shardwise.chaos import faulty_worker
 from shardwise.chaos.faulty_worker import Fault, FaultInjector, inject_faults, trigger_times
 from shardwise.chaos.run import run_chaos
+from shardwise.cli import app
 from shardwise.errors import RepeatedFailure, RunError, StoppedError
 from shardwise.integrity.detectors import LossSpikeDetector
 from shardwise.job import Job, make_job
 from shardwise.launch.start import launch
 from shardwise.layout import Layout
+from shardwise.models.config import ModelConfig
+from shardwise.models.registry import family_of
 from shardwise.train.run_folder import RunFolder
 from shardwise.workers.fork_server import ForkServer, snapshot_folders
 from shardwise.workers.repeated_failures import RepeatedFailures, normalise
@@ -41,9 +45,15 @@ def small_job(folder: Path, run: dict[str, object] | None = None, **changes: obj
     return make_job(SMALL | changes | {"run": {"folder": str(folder), "device": "cpu", **(run or {})}})
 
 
+@lru_cache(maxsize=8)
+def forward_flops(config: ModelConfig) -> list[float]:
+    return family_of(config).forward_flops(config)
+
+
 def train(fork_server: ForkServer, job: Job, layout: str, *faults: Fault) -> RunFolder:
     folder = RunFolder.create(job)
     inject_faults(folder.path, list(faults))
+    (folder.path / "faults" / "flops.json").write_text(json.dumps([job.model.name, forward_flops(job.model)]))
     launch(folder, Layout.parse(layout), resume=False, entry=FAULTY_WORKER, fork_server=fork_server)
     return folder
 
@@ -310,11 +320,11 @@ def test_a_place_that_is_given_up_leaves_fewer_processes_in_a_new_layout(
         tmp_path / "run", run={"max_restarts": 1, "elastic": True}, checkpoint={"every": 4, "snapshot_every": 0}
     )
     faults = [Fault("kill", 2, 6, "forward", number) for number in range(2)]
-    run = train(fork_server, job, "replicate=2 tensor=2", *faults)
+    run = train(fork_server, job, "pipeline=3", *faults)
     (event,) = events(run, "scaled_down")
     assert event["ranks"] == [2] and "continuing with " in str(event["message"])
     layout = Layout.parse(str(event["layout"]))
-    assert layout.world < 4 and events(run, "resumed")[-1]["layout"] == str(layout)
+    assert layout.world < 3 and events(run, "resumed")[-1]["layout"] == str(layout)
     for ours, theirs in zip(curve(run), curve(undisturbed), strict=True):
         assert ours == pytest.approx(theirs, rel=1e-10)
 
@@ -326,7 +336,8 @@ def test_a_run_goes_on_with_another_number_of_processes(
     with pytest.raises(RunError, match="injected at step 6"):
         train(fork_server, job, "replicate=2 tensor=2", Fault("raise", 3, 6))
     run = RunFolder(tmp_path / "run")
-    subprocess.run([sys.executable, "-m", "shardwise", "train", "--resume", run.path, "--processes", "2"], check=True)
+    resumed = CliRunner().invoke(app, ["train", "--resume", str(run.path), "--processes", "2"])
+    assert resumed.exit_code == 0, resumed.output
     (event,) = events(run, "resumed")
     assert event["step"] == 4 and Layout.parse(str(event["layout"])).world == 2
     for ours, theirs in zip(curve(run), curve(undisturbed), strict=True):
