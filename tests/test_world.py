@@ -28,9 +28,10 @@ def test_a_single_process_has_no_world_to_leave() -> None:
     leave_world()
 
 
-def test_workers_that_are_forked_after_fake_tensors_compute_gradients() -> None:
-    """In a process of its own, whose first backward comes after a fake tensor. On a machine without a GPU, a CUDA build
-    of PyTorch would start threads for devices that are not there, and workers forked from it would refuse to go on."""
+def test_workers_that_are_forked_after_fake_tensors_compute_gradients(tmp_path: Path) -> None:
+    """In a process that has computed nothing before, whose first backward comes after a fake tensor. On a machine
+    without a GPU, a CUDA build of PyTorch would start threads for devices that are not there, and workers forked from
+    it would refuse to go on."""
     script = """
 import torch
 from shardwise.comm.world import run_world
@@ -46,7 +47,8 @@ with with_fake_tensors(torch.nn.Linear(2, 2)):
 gradient()
 print(run_world(gradient, 2, timeout=60))
 """
-    done = subprocess.run([sys.executable, "-c", script], text=True, capture_output=True, timeout=120)
+    (tmp_path / "script.py").write_text(script)
+    done = subprocess.run([sys.executable, tmp_path / "script.py"], text=True, capture_output=True, timeout=120)
     assert done.stdout.split("\n")[:-1] == ["[6.0, 6.0]"], done.stderr
 
 
