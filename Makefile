@@ -11,7 +11,7 @@ LOOSELY := $(addprefix --disable-error-code ,union-attr arg-type operator misc a
 # Each of the suite's many processes would compile the package anew, where the environment says so.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-all test-clusters test-share test-gpu lint docs clean
+.PHONY: demo test test-all test-clusters test-share test-gpu reach mutants lint docs clean
 
 demo: $(STAMP)
 	$(BIN)/shardwise train
@@ -33,6 +33,15 @@ PART = $(shell echo $$((0x$$(git rev-parse --short=7 HEAD) % $(PARTS))))
 test-share: $(DOCS_STAMP)
 	$(BIN)/python -m pytest --share $(PART)/$(PARTS) -m "not cluster" -n auto --maxprocesses 4 --dist worksteal
 	$(BIN)/python -m pytest --share $(PART)/$(PARTS) -m cluster
+
+# How many small changes of the code the suite notices; CONTRIBUTING.md says more. With SUITE=--all, that of test-all.
+SUITE :=
+reach: $(STAMP)
+	mkdir -p build && rm -f build/reach.jsonl
+	$(BIN)/python -m pytest $(SUITE) -n auto --maxprocesses 4 --dist worksteal --reach build/reach.jsonl
+
+mutants: $(STAMP)
+	$(BIN)/python -m pytest $(SUITE) --mutants 300 --reach-file build/reach.jsonl --report build/mutants.jsonl
 
 # Where nothing can be installed but all packages are there: make test-gpu STAMP= BIN=/usr/bin
 test-gpu: $(STAMP)

@@ -24,7 +24,7 @@ torch.set_num_threads(1)
 settings.register_profile("shardwise", derandomize=True, deadline=None)
 settings.load_profile("shardwise")
 
-pytest_plugins = ["suite.selection", "suite.report", "suite.profile", "suite.warm"]
+pytest_plugins = ["suite.selection", "suite.report", "suite.warm", "suite.profile", "suite.mutation_testing"]
 
 
 @pytest.fixture(scope="session")

@@ -8,9 +8,12 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from suite.mutants import Mutant, code_of, draw_mutants
+from suite.mutation_testing import replace_code
 
 pytest_plugins = ["pytester"]
 
@@ -159,3 +162,62 @@ def test_a_forked_command_gets_the_signals_of_its_starter(number: signal.Signals
     while psutil.pid_exists(forked):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+# Small changes of the code, which tests must notice
+
+SOURCE = '''
+"""A sentence."""
+
+
+class Counter:
+    def more(self, count: int = 1) -> int:
+        """Returns 1 more."""
+        if count < 0 and not self:
+            raise ValueError("1 is too few")
+        return (
+            count
+            + 1
+        )
+'''
+
+
+def mutated_sources(tmp_path: Path) -> list[Mutant]:
+    (tmp_path / "counter.py").write_text(SOURCE)
+    return draw_mutants([tmp_path / "counter.py"], tmp_path, 100, 0)
+
+
+def test_mutants_change_behaviour_and_neither_words_nor_lines(tmp_path: Path) -> None:
+    mutants = mutated_sources(tmp_path)
+    assert sorted(mutant.after for mutant in mutants) == [
+        "(count - 1)",
+        "(count < 0 or not self)",
+        "(count <= 0)",
+        "(self)",
+        "1",
+        "2",
+        "not (count < 0 and (not self))",
+        "return None",
+    ]
+    for mutant in mutants:
+        assert mutant.function == "Counter.more"
+        assert mutant.source.count("\n") == SOURCE.count("\n")
+        assert "1 is too few" in mutant.source and "count: int = 1" in mutant.source and "Returns 1" in mutant.source
+
+
+def test_a_mutant_takes_the_place_of_a_function_that_is_there(tmp_path: Path) -> None:
+    (mutant,) = [one for one in mutated_sources(tmp_path) if one.after.strip("()") == "count - 1"]
+    space: dict[str, Any] = {}
+    exec(compile(SOURCE, "counter.py", "exec"), space)
+    more = space["Counter"].more
+    counter = space["Counter"]()
+    assert counter.more(3) == 4
+
+    replace_code([more], code_of(mutant.source, "counter.py", mutant.function))
+    assert counter.more(3) == 2
+
+
+def test_mutants_are_those_of_the_seed(tmp_path: Path) -> None:
+    (tmp_path / "counter.py").write_text(SOURCE)
+    drawn = [draw_mutants([tmp_path / "counter.py"], tmp_path, 3, seed) for seed in (0, 0, 1)]
+    assert drawn[0] == drawn[1] != drawn[2]

@@ -83,9 +83,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def runs_tests(config: pytest.Config) -> bool:
-    """Whether this process runs tests itself: not one that only lists them, or that hands them to its workers."""
+    """Whether this process runs tests itself: not one that only lists them, or that hands them to others."""
     has_workers = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
-    return not has_workers and not config.getoption("collectonly")
+    return not has_workers and not config.getoption("collectonly") and config.getoption("mutants") is None
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
