@@ -7,15 +7,17 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, LayoutError
 from shardwise.launch.start import start_training
 from shardwise.layout import Layout
 from shardwise.parallel.prepare import prepare
+from shardwise.train import local_machine
 from shardwise.train.base_weights import check_base_of_use
 from shardwise.train.checkpoint_folder import write_manifest
 from shardwise.train.export import export_run, open_checkpoint
@@ -41,11 +43,17 @@ GPT = ["model.name=gpt", "model.layers=2", "model.width=16", "model.heads=2", "m
 LORA = "model.lora.rank=2"
 
 
+def predict_nothing(*arguments: Any, **options: Any) -> NoReturn:
+    """What the planner does with a layout that it cannot estimate. A prediction would trace the model at each start."""
+    raise LayoutError("nothing is predicted")
+
+
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """Trains in this process, as a world of its own, in an empty folder; returns what was said."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(local_machine, "choose_plan", predict_nothing)
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     for name, value in {**place, "TORCHELASTIC_RUN_ID": "test"}.items():
         monkeypatch.setenv(name, value)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -17,8 +17,9 @@ from torch import nn
 from shardwise.adapters import code_identity
 from shardwise.adapters.module_family import _ANATOMIES, SCRIPT_TASKS, load_task, meta_chain
 from shardwise.data.content import describe_content, is_same
-from shardwise.errors import CheckpointError, JobError
+from shardwise.errors import CheckpointError, JobError, LayoutError
 from shardwise.parallel.prepare import forward_flops, meta_model, split_shapes
+from shardwise.train import local_machine
 from shardwise.train.run_folder import RunFolder
 from shardwise.train.task_record import TASK_FILE, _describe_data, changes_of_data
 from shardwise.trainer import Run, Trainer
@@ -51,11 +52,17 @@ def constant_rate(rate: float) -> Callable[[int], float]:
 BASIC: dict[str, Any] = {"model": Net, "loss": nn.CrossEntropyLoss(), "data": rows(), "layout": "replicate=1"}
 
 
+def predict_nothing(*arguments: Any, **options: Any) -> NoReturn:
+    """What the planner does with a layout that it cannot estimate. A prediction would trace the model at each start."""
+    raise LayoutError("nothing is predicted")
+
+
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Trainer]:
     """Makes a trainer as a script of its own would, whose runs train in this process as a world of its own."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(local_machine, "choose_plan", predict_nothing)
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     for name, value in {**place, "TORCHELASTIC_RUN_ID": "test"}.items():
         monkeypatch.setenv(name, value)
