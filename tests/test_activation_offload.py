@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_verify import tiny
+from test_verify import compile_by, tiny
 from torch import Tensor
 
 from shardwise.data.make_sources import synthetic_source
@@ -89,12 +89,15 @@ def test_two_blocks_are_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
         gc.enable()
 
 
+@pytest.mark.thin(7)
 @pytest.mark.timeout(600)  # a C++ compiler is at work
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_buffer_given_back_too_early_is_seen(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("backend", ["not compiled", "aot_eager", "inductor"])
+def test_a_buffer_given_back_too_early_is_seen(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In processes of their own: a compiler in this one would leave threads to those that are forked later."""
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
-    job = tiny(2, layers=3).model_copy(update={"offload_activations": True, "compile": compiled})
+    compiled = backend != "not compiled"
+    if compiled:
+        compile_by(backend, monkeypatch)
+    job = tiny(2, layers=2).model_copy(update={"offload_activations": True, "compile": compiled})
     try:
         (record,) = verify(job, [Layout.parse("recompute=0.5")], steps=1)
     except JobError as told:

@@ -245,12 +245,23 @@ def test_without_clipping_and_without_dropout() -> None:
         assert_exact(record)
 
 
+def compile_by(backend: str, patch: pytest.MonkeyPatch) -> None:
+    """Compiles blocks by this backend of torch.compile. `aot_eager` traces forward and backward as the default does,
+    and runs the traced operators; inductor, the default, has a C++ compiler make kernels of them, for a minute."""
+    compile_module = torch.nn.Module.compile
+    patch.setattr(torch.nn.Module, "compile", lambda self, **options: compile_module(self, backend=backend, **options))
+    # Inductor's pool of compile workers would import PyTorch once per core and rank, for a handful of kernels.
+    patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+
+COMPILED = list(product(("aot_eager", "inductor"), ("replicate=2", "micro_batch=1 recompute=full", "recompute=selective")))
+
+
 @pytest.mark.thin(4)
 @pytest.mark.timeout(600)  # a C++ compiler is at work
-@pytest.mark.parametrize("layout", ["replicate=2", "micro_batch=1 recompute=full", "recompute=selective"])
-def test_compiled_blocks(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Inductor's pool of compile workers would import PyTorch once per core and rank, for a handful of kernels.
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+@pytest.mark.parametrize(("backend", "layout"), COMPILED, ids=map(" ".join, COMPILED))
+def test_compiled_blocks(backend: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_by(backend, monkeypatch)
     job = tiny(2, layers=1, heads=2, positions="learned").model_copy(update={"compile": True})
     try:
         (record,) = verify(job, [Layout.parse(layout)], steps=2)
