@@ -66,6 +66,12 @@ def events(folder: RunFolder, kind: str) -> list[dict[str, object]]:
     return [event for event in folder.events() if event["event"] == kind]
 
 
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No run waits long before its second restart without progress."""
+    monkeypatch.setattr("shardwise.workers.supervisor.INITIAL_BACKOFF", 0.01)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return train(fork_server, small_job(tmp_path_factory.mktemp("runs") / "run"), "shard=2")
@@ -132,11 +138,8 @@ def test_a_signal_in_the_pause_before_a_restart_ends_the_run_at_once(
         train(fork_server, small_job(tmp_path / "run", run={"standby": False}), "shard=2", *faults)
 
 
-def test_no_run_restarts_more_than_three_times_for_the_same_cause(
-    fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_run_restarts_more_than_three_times_for_the_same_cause(fork_server: ForkServer, tmp_path: Path) -> None:
     """Whatever `run.max_restarts` is, and when a scheduler starts the launcher again; progress begins a new count."""
-    monkeypatch.setattr("shardwise.workers.supervisor.INITIAL_BACKOFF", 0.01)
     faults = [Fault("kill", 1, 3 if number else 1, "forward", number) for number in range(6)]
     job = small_job(tmp_path / "run", run={"max_restarts": 99, "standby": False}, checkpoint={"every": 0}, steps=4)
     sentence = (
@@ -158,11 +161,8 @@ def test_no_run_restarts_more_than_three_times_for_the_same_cause(
     assert [row["step"] for row in run.metrics()] == [1, 2, 3, 4]
 
 
-def test_workers_that_end_before_they_train_are_not_restarted_forever(
-    fork_server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_that_end_before_they_train_are_not_restarted_forever(fork_server: ForkServer, tmp_path: Path) -> None:
     """They leave neither a heartbeat nor an error: here, because a file that they read is cut."""
-    monkeypatch.setattr("shardwise.workers.supervisor.INITIAL_BACKOFF", 0.01)
     run = RunFolder.create(small_job(tmp_path / "run", run={"max_restarts": 99, "standby": False}))
     inject_faults(run.path, [])
     (run.path / "faults" / "0").touch()
