@@ -510,12 +510,12 @@ def copies_along_the_context_axis_counted_twice_in_the_norm(patch: Patch) -> Non
 
 
 @pytest.mark.thin(by_kind=True)
-@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: f"{m.plant.__name__} [{m.layout}]")
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: f"{m.plant.__name__} <{m.layout}>")
 def test_caught(mutation: Mutation, monkeypatch: Patch) -> None:
     layout = Layout.parse(mutation.layout)
     job = tiny(4 * layout.data, **mutation.model).model_copy(update={"precision": mutation.precision})
     mutation.plant(monkeypatch)
-    (record,) = parity.verify(job, [layout], steps=2)
+    (record,) = parity.verify(job, [layout], steps=mutation.at + 1)
     assert not record.ok
     if mutation.kind == "problem":
         assert record.failure is not None and f"parameter {mutation.name} got no gradient" in record.failure

@@ -254,7 +254,8 @@ def compile_by(backend: str, patch: pytest.MonkeyPatch) -> None:
     patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
-COMPILED = list(product(("aot_eager", "inductor"), ("replicate=2", "micro_batch=1 recompute=full", "recompute=selective")))
+BACKENDS = ("aot_eager", "inductor")
+COMPILED = list(product(BACKENDS, ("replicate=2", "micro_batch=1 recompute=full", "recompute=selective")))
 
 
 @pytest.mark.thin(4)
