@@ -10,11 +10,11 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ import psutil
 import pytest
 import torch
 from pydantic import BaseModel
-from suite.report import REAL_PYTHON
 
 from shardwise.cli import main
 from shardwise.data.input_files import DataRecord
@@ -85,7 +84,8 @@ def test_a_run_has_one_owner_until_that_ends(tmp_path: Path, monkeypatch: pytest
     assert not list(tmp_path.iterdir())
     child = multiprocessing.get_context("fork").Process(target=os._exit, args=(0,))
     child.start()
-    time.sleep(0.2)  # it has ended, but nobody has asked for its exit code
+    assert child.pid is not None
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, but nobody has asked for its exit code
     for ended in (
         [child.pid, run_owner._began(os.getpid())],
         [os.getpid(), 17],
@@ -102,11 +102,18 @@ def test_a_run_has_one_owner_until_that_ends(tmp_path: Path, monkeypatch: pytest
 
 def test_a_damaged_owner_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_owner, "DAMAGED_SECONDS", 0.1)
-    for damage in (b"", b"\x00\xff", b"[]", b"[" * 9999, b'{"processes": "ab"}', b'{"processes": [[1, 1e999]]}'):
-        (tmp_path / "owner.json").write_bytes(damage)
-        with own_run(tmp_path, print):
-            assert json.loads((tmp_path / "owner.json").read_text())["pid"] == os.getpid()
-        assert not list(tmp_path.iterdir())
+    damages = (b"", b"\x00\xff", b"[]", b"[" * 9999, b'{"processes": "ab"}', b'{"processes": [[1, 1e999]]}')
+
+    def take_over(number: int) -> None:
+        run = tmp_path / str(number)
+        run.mkdir()
+        (run / "owner.json").write_bytes(damages[number])
+        with own_run(run, print):
+            assert json.loads((run / "owner.json").read_text())["pid"] == os.getpid()
+        assert not list(run.iterdir())
+
+    with ThreadPoolExecutor(len(damages)) as pool:  # each waits for a while, in case the file is half written
+        assert len(list(pool.map(take_over, range(len(damages))))) == len(damages)
 
 
 def test_an_owner_that_is_being_killed_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,12 +145,12 @@ def test_an_owner_elsewhere_is_alive_while_its_file_is_touched(tmp_path: Path, m
         path.write_text(json.dumps(json.loads(path.read_text()) | {"token": "another", "pid": 7, "host": "node7"}))
 
 
-def _contend(run: str, start: Any, won: Any) -> None:
+def _contend(run: str, start: Any, won: Any, ended: Any) -> None:
     start.wait()
     try:
         with own_run(Path(run), print):
             won.put(True)
-            time.sleep(1.0)
+            ended.wait()
     except JobError:
         won.put(False)
 
@@ -151,26 +158,31 @@ def _contend(run: str, start: Any, won: Any) -> None:
 def test_of_many_that_find_the_owner_dead_one_takes_over(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     owner_of(tmp_path, processes=[[2**22, 1]])
-    start, won = context.Event(), context.Queue()
-    contenders = [context.Process(target=_contend, args=(str(tmp_path), start, won)) for _ in range(12)]
+    start, won, ended = context.Event(), context.Queue(), context.Event()
+    contenders = [context.Process(target=_contend, args=(str(tmp_path), start, won, ended)) for _ in range(12)]
     for contender in contenders:
         contender.start()
     start.set()
     assert sum(won.get(timeout=30) for _ in contenders) == 1
+    ended.set()
     for contender in contenders:
         contender.join()
     assert not list(tmp_path.iterdir())
 
 
-def test_a_launcher_owns_its_run_and_its_workers_end_with_it(tmp_path: Path) -> None:
+def _train_on_and_on() -> None:
+    sys.argv = ["shardwise", "train", "job.toml", "--set", "steps=1000000"]
+    main()
+
+
+def test_a_launcher_owns_its_run_and_its_workers_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "job.toml").write_text(JOB_TOML)
     run = tmp_path / "run"
-    launcher = subprocess.Popen(
-        [REAL_PYTHON, "-m", "shardwise", "train", "job.toml", "--set", "steps=1000000"], cwd=tmp_path, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    launcher = multiprocessing.get_context("fork").Process(target=_train_on_and_on, daemon=True)
+    launcher.start()
     while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_text().splitlines()) < 3:
-        assert launcher.poll() is None, launcher.stdout.read() if launcher.stdout else ""
+        assert launcher.is_alive()
         time.sleep(0.05)
     with pytest.raises(JobError, match=f"run is being trained by process {launcher.pid} on"):
         start_training(None, ["steps=20"], run, print)
@@ -178,10 +190,9 @@ def test_a_launcher_owns_its_run_and_its_workers_end_with_it(tmp_path: Path) -> 
     for beat in read_heartbeats(run).values():
         os.kill(beat["pid"], signal.SIGSTOP)  # busy with something that no other signal ends
     launcher.kill()
-    launcher.wait()
+    launcher.join()
     with own_run(run, print):  # waits for the workers
         assert [run_owner._began(worker.pid) for worker in workers] == [-1, -1, -1]
-    launcher.communicate()
 
 
 # The folder and its job.toml: there whole, or not at all
