@@ -102,8 +102,8 @@ class ViT(nn.Module):
         return self.head(self.norm(self.blocks(x))[:, 0])
 
 
-def vit() -> Task:
-    return Task(ViT, nn.CrossEntropyLoss(), images(), plan=BLOCK_PLAN)
+def vit(depth: int = 4) -> Task:
+    return Task(lambda: ViT(depth=depth), nn.CrossEntropyLoss(), images(), plan=BLOCK_PLAN)
 
 
 class Gated(nn.Module):
@@ -429,10 +429,10 @@ class LongLM(nn.Module):
         return self.head(self.scale * x)
 
 
-def long_lm(arange: bool = False, scaled: bool = False) -> Task:
+def long_lm(arange: bool = False, scaled: bool = False, depth: int = 4) -> Task:
     words = integers(VOCAB, 9)
     return Task(
-        lambda: LongLM(arange=arange, scaled=scaled),
+        lambda: LongLM(depth, arange, scaled),
         lambda logits, y: F.cross_entropy(logits.transpose(1, 2), y, ignore_index=3, reduction="sum"),
         Rows(words[:, :-1], words[:, 1:]), count=lambda batch: (batch[1] != 3).sum(), plan=BLOCK_PLAN,
     )  # fmt: skip
@@ -495,9 +495,9 @@ class Temperatures(nn.Module):
         return self.logit_scale.exp() * F.normalize(x, dim=-1) @ F.normalize(self.classes, dim=-1).T
 
 
-def temperatures(optimizer: str = "") -> Task:
+def temperatures(optimizer: str = "", depth: int = 4) -> Task:
     factory = getattr(torch.optim, optimizer) if optimizer else None
-    return Task(Temperatures, nn.CrossEntropyLoss(), vectors(), plan=BLOCK_PLAN, optimizer=factory)
+    return Task(lambda: Temperatures(depth), nn.CrossEntropyLoss(), vectors(), plan=BLOCK_PLAN, optimizer=factory)
 
 
 # Inputs and outputs of many kinds
