@@ -162,10 +162,10 @@ def test_a_cpu_without_16_bit_matmuls_is_planned_as_slow_as_it_is(monkeypatch: p
     assert seconds[300.0] > 5 * seconds[1.0]
 
 
-def _trained(settings: list[str]) -> list[str]:
+def _train(settings: list[str], transcript: Path) -> None:
     said: list[str] = []
     start_training(None, settings, None, said.append)
-    return said
+    transcript.write_text("\n".join(said))
 
 
 def test_training_follows_the_plan(tmp_path: Path) -> None:
@@ -177,9 +177,13 @@ def test_training_follows_the_plan(tmp_path: Path) -> None:
         "data.source=synthetic",
     ]
     settings += [f"model.{key}={value}" for key, value in SMALL.items()]
-    # Neither here nor forked: processes that are forked later would find the locks of threads that they do not have.
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        said = pool.apply(_trained, (settings,))
+    # Not here: processes that are forked later would find the locks of threads that they do not have.
+    transcript = tmp_path / "transcript.txt"
+    process = multiprocessing.get_context("fork").Process(target=_train, args=(settings, transcript))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    said = transcript.read_text().splitlines()
     plan = tomllib.loads((tmp_path / "run" / "plan.toml").read_text())
     assert Layout.parse(plan["layout"]).world == plan["world"] == 1
     assert any(line.strip() == plan["reason"] for line in said)
@@ -200,6 +204,7 @@ def test_a_pipeline_where_processes_share_cores_is_explained(monkeypatch: pytest
 # Modules whose batch may not be cut
 
 
+@pytest.mark.thin(by_kind=True)
 @pytest.mark.parametrize(
     ("norm", "processes"),
     [
