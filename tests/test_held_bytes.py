@@ -93,6 +93,8 @@ def watched_step(job: Job, layout: Layout) -> tuple[dict[str, int], Moments]:
     moments: Moments = defaultdict(list)
 
     def note(moment: str) -> None:
+        if len(census.states) == 0:
+            return  # the optimizer's states exist only from the second step on
         count = census.count()
         for _ in range(200):
             if moment.startswith("inside") or count["else"] < LITTLE * sizes["all"]:
@@ -127,7 +129,7 @@ def watched_step(job: Job, layout: Layout) -> tuple[dict[str, int], Moments]:
         Tensor.backward = after("after backward", Tensor.backward)
     stream = make_stream(job)
     for number in range(2):
-        moments.clear()  # the optimizer's states exist only from the second step on
+        moments.clear()  # of the end of the first step
         samples = stream.read(rank_positions(number, job.samples, layout.data, engine.mesh["data"].index))
 
         def observe(outcome: StepResult) -> None:
@@ -161,7 +163,7 @@ AFTER = ("after forward", "after backward")
 SPLIT = ["pipeline=2 shard=2 schedule=zero-bubble", "pipeline=2 shard=2 schedule=zbv"]
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(17)
 @pytest.mark.parametrize("cut", [*CUTS, "pipeline=2 shard=2 schedule=zbv"])
 def test_zero_1_holds_whole_weights_and_gradients(cut: str) -> None:
     for sizes, moments in run(f"{cut} zero=1"):
@@ -189,7 +191,7 @@ def test_zero_2_holds_whole_weights_and_pieces_of_gradients(cut: str) -> None:
         assert_little_else(sizes, moments)
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(7)
 @pytest.mark.parametrize("cut", CUTS)
 def test_zero_3_holds_pieces_of_weights_and_gradients(cut: str) -> None:
     for sizes, moments in run(f"{cut} zero=3"):
