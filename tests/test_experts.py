@@ -224,13 +224,13 @@ def test_a_balance_loss_of_every_tensor_rank_is_caught(monkeypatch: pytest.Monke
 
 
 def test_a_dry_run_and_its_costs() -> None:
-    job = small()
     with fake_process_group(2, 0):
-        report = measure_rank(job, Layout.parse("shard=2 zero=3"))
+        report = measure_rank(small(2, layers=1, dense_layers=0), Layout.parse("shard=2 zero=3"))
     assert report.total > 0
     for zero in (1, 3):
         with fake_process_group(4, 0):
-            report = measure_rank(small(8, experts=4), Layout.parse(f"shard=4 expert=2 zero={zero} micro_batch=1"))
+            job = small(8, experts=4, layers=2, dense_layers=0)
+            report = measure_rank(job, Layout.parse(f"shard=4 expert=2 zero={zero} micro_batch=1"))
         sent = {(entry.axis, entry.kind): entry.bytes for entry in report.traffic}
         # Two layers, two micro-batches of 8 tokens of which each goes to two experts, there and back, and their
         # gradients; and how many rows there are.
@@ -238,9 +238,9 @@ def test_a_dry_run_and_its_costs() -> None:
         # Half of the experts' gradients of two layers: up, gate and down of 2 experts.
         times = 1 if zero == 1 else 2
         assert sent["expert_replicas", "reduce-scatter"] == times * 2 * 3 * 2 * 24 * 16 * 8
-    sparse, plain = forward_flops(job.model)[2], forward_flops(job.model)[1]
+    model = small().model
+    sparse, plain = forward_flops(model)[2], forward_flops(model)[1]
     assert sparse != plain
-    model = job.model
     assert isinstance(model, MoEConfig)
     router = 2.0 * 8 * 16 * model.experts
     assert sparse - plain == 2.0 * 8 * 16 * 3 * (2 * 24 + 8 - model.ffn) + router
@@ -265,10 +265,20 @@ RING = [
 ]  # fmt: skip
 
 
-def go_on(folder: Path, text: str, source: bool, experts: int = 4) -> list[float]:
+def losses_over_a_change(folder: Path, before: str, after: str, experts: int = 4) -> tuple[list[float], list[float]]:
+    """Losses of steps 3 and 4 in the layout that saved the first two, and in the one that loaded them."""
+    found = []
+    for text, source in ((before, True), (after, False)):
+        layout = Layout.parse(text)
+        job = small(8, experts=experts)
+        prepare(job, layout)  # once, for all ranks
+        found.append(run_world(go_on, layout.world, folder, job, layout, source)[0])
+    return found[0], found[1]
+
+
+def go_on(folder: Path, job: Job, layout: Layout, source: bool) -> list[float]:
     """Losses of steps 3 and 4: after two steps of our own, which are saved, or after those of another layout."""
-    job = small(8, experts=experts)
-    engine = parallelize(prepare(job, Layout.parse(text)), torch.device("cpu"))
+    engine = parallelize(prepare(job, layout), torch.device("cpu"))
     optimizer = make_optimizer(job.optimizer, engine.param_shards)
     stream, ranks, checkpoints = make_stream(job), engine.mesh["data"], CheckpointManager(folder, 2, asynchronous=False)
 
@@ -288,17 +298,14 @@ def go_on(folder: Path, text: str, source: bool, experts: int = 4) -> list[float
 @pytest.mark.thin(8)
 @pytest.mark.parametrize("place", range(len(RING)))
 def test_a_checkpoint_of_one_cut_loads_into_another(tmp_path: Path, place: int) -> None:
-    before, after = RING[place - 1], RING[place]
-    saved = run_world(go_on, Layout.parse(before).world, tmp_path, before, True)[0]
-    loaded = run_world(go_on, Layout.parse(after).world, tmp_path, after, False)[0]
+    saved, loaded = losses_over_a_change(tmp_path, RING[place - 1], RING[place])
     assert loaded == pytest.approx(saved, rel=1e-10, abs=0)
 
 
 @pytest.mark.parametrize(("before", "after"), [("shard=4 expert=2 zero=3", "shard=4 zero=1"),
                                                ("shard=4 zero=1", "shard=2 zero=3")])  # fmt: skip
 def test_so_does_one_of_fewer_experts_than_ranks(tmp_path: Path, before: str, after: str) -> None:
-    saved = run_world(go_on, Layout.parse(before).world, tmp_path, before, True, 2)[0]
-    loaded = run_world(go_on, Layout.parse(after).world, tmp_path, after, False, 2)[0]
+    saved, loaded = losses_over_a_change(tmp_path, before, after, experts=2)
     assert loaded == pytest.approx(saved, rel=1e-10, abs=0)
 
 
@@ -357,9 +364,17 @@ class Routing(NamedTuple):
     expert_load: list[float]
 
 
-def load_of(text: str, capacity: float = 0.0) -> list[Routing]:
+CAPACITIES = (0.0, 0.75)
+
+
+def loads_of(text: str) -> list[list[Routing]]:
+    """By capacity."""
+    return [load_of(text, capacity) for capacity in CAPACITIES]
+
+
+def load_of(text: str, capacity: float) -> list[Routing]:
     """Of two steps; nothing has run since the second."""
-    job = small(8, experts=4, capacity_factor=capacity)
+    job = job_of_capacity(capacity)
     engine = parallelize(prepare(job, Layout.parse(text)), torch.device("cpu"))
     optimizer = make_optimizer(job.optimizer, engine.param_shards)
     ranks, model, found = engine.mesh["data"], job.model, []
@@ -375,15 +390,21 @@ def load_of(text: str, capacity: float = 0.0) -> list[Routing]:
     return found
 
 
+def job_of_capacity(capacity: float) -> Job:
+    return small(8, experts=4, capacity_factor=capacity)
+
+
 def test_the_load_of_experts_is_that_of_all_ranks() -> None:
-    for capacity in (0.0, 0.75):
-        forward_flops(small(8, experts=4, capacity_factor=capacity).model)  # once, for all ranks
-        (alone,) = run_world(load_of, 1, "micro_batch=2", capacity)
-        assert all(1.0 <= one.imbalance < 4.0 and sum(one.expert_load) == pytest.approx(1) for one in alone[:2])
-        assert alone[2].imbalance == 0.0 and all((one.dropped_tokens > 0) == (capacity > 0) for one in alone[:2])
-        for text in ("shard=2 expert=2", "pipeline=2 tensor=2 micro_batch=1 recompute=full"):
-            for found in run_world(load_of, Layout.parse(text).world, text, capacity):
-                for one, other in zip(found, alone, strict=True):
+    for capacity in CAPACITIES:
+        forward_flops(job_of_capacity(capacity).model)  # once, for all ranks
+    (alone,) = run_world(loads_of, 1, "micro_batch=2")
+    for capacity, steps in zip(CAPACITIES, alone, strict=True):
+        assert all(1.0 <= one.imbalance < 4.0 and sum(one.expert_load) == pytest.approx(1) for one in steps[:2])
+        assert steps[2].imbalance == 0.0 and all((one.dropped_tokens > 0) == (capacity > 0) for one in steps[:2])
+    for text in ("shard=2 expert=2", "pipeline=2 tensor=2 micro_batch=2 recompute=full"):
+        for of_rank in run_world(loads_of, Layout.parse(text).world, text):
+            for found, steps in zip(of_rank, alone, strict=True):
+                for one, other in zip(found, steps, strict=True):
                     assert [one.imbalance, *one.expert_load] == pytest.approx([other.imbalance, *other.expert_load])
                     assert one.dropped_tokens == pytest.approx(other.dropped_tokens)
                 # Whole rows of 16 numbers, there and back, in the forward and in the backward.
@@ -404,13 +425,12 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operators_of(text: str) -> set[str]:
-    job = small(8, experts=4)
-    engine = parallelize(prepare(job, Layout.parse(text)), torch.device("cpu"))
+def operators_of(job: Job, layout: Layout) -> set[str]:
+    engine = parallelize(prepare(job, layout), torch.device("cpu"))
     optimizer = make_optimizer(job.optimizer, engine.param_shards)
     ranks = engine.mesh["data"]
     with Operators() as seen:
-        step(engine, optimizer, make_stream(job).read(rank_positions(0, 8, ranks.size, ranks.index)), 1.0)
+        step(engine, optimizer, make_stream(job).read(rank_positions(0, job.samples, ranks.size, ranks.index)), 1.0)
     return seen.names
 
 
@@ -418,6 +438,8 @@ def operators_of(text: str) -> set[str]:
                                   "shard=2 expert=2 zero=3", "context=2"])  # fmt: skip
 def test_no_gather_is_gloos_coalesced_one(text: str) -> None:
     """Two of them in flight corrupt its memory: a crash now and then, under load, that no repetition shows."""
-    for names in run_world(operators_of, Layout.parse(text).world, text):
+    job, layout = small(4, experts=4), Layout.parse(text)
+    prepare(job, layout)  # once, for all ranks
+    for names in run_world(operators_of, layout.world, job, layout):
         assert ("all_gather_into_tensor_out" in names) == ("tensor" in text)
         assert not names & {"all_gather_into_tensor", "allgather_into_tensor_coalesced_", "allgather_coalesced_"}
