@@ -150,6 +150,7 @@ def test_the_reference_is_the_difference_of_log_probabilities(layout: str, tmp_p
         log_probs = model(tokens.unsqueeze(0), ids=torch.zeros(1, dtype=torch.int64), document_ids=documents)[0].log_softmax(-1)  # fmt: skip  # noqa: E501
         picked = log_probs.gather(1, plain_targets(targets).clamp(min=0).unsqueeze(1)).squeeze(1)
         expected.append((picked[targets >= 0].sum() - picked[targets < IGNORE_INDEX].sum()).item())
+    prepare(job, Layout.parse(layout))  # once, for all ranks
     for scores in run_world(_scores, Layout.parse(layout).world, job, layout, tmp_path):
         assert scores == pytest.approx(expected, rel=1e-12)
 
