@@ -35,7 +35,7 @@ def job(model: dict[str, object], samples: int = 8) -> Job:
     return make_job({"precision": "float64", "model": model, "batch": {"samples": samples}})
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("layout", [
     "shard=2 expert=2 zero=3", "pipeline=2 schedule=zbv", "shard=2 tensor=2 expert=2 recompute=full",
     "context=2 expert=2",
@@ -45,13 +45,14 @@ def test_experts_balanced_by_a_bias(layout):
     assert record.ok, record.describe()
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("layout", ["shard=2 tensor=2 expert=2 zero=2", "pipeline=2"])
 def test_experts_with_a_capacity(layout):
     (record,) = verify(job(TIGHT), [Layout.parse(layout)], steps=2)
     assert record.ok, record.describe()
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("layout", [
     "tensor=4", "shard=2 expert=2 zero=3", "pipeline=2 schedule=zbv", "shard=2 tensor=2 expert=2 recompute=selective",
 ])  # fmt: skip
@@ -76,7 +77,7 @@ def test_a_bias_of_each_rank_s_own_is_caught(monkeypatch):
         right(model, chains, expert.Axis(1, 0, None), device)
 
     monkeypatch.setattr("shardwise.step.update_expert_bias", own)
-    (record,) = verify(job(BIASED), [Layout.parse("replicate=2")], steps=4)
+    (record,) = verify(job(BIASED), [Layout.parse("replicate=2")], steps=2)
     assert not record.ok and record.first_difference is not None
     assert (record.first_difference.kind, record.first_difference.name) == ("buffer", "block1.mlp.expert_bias")
 
@@ -91,7 +92,7 @@ def test_a_count_that_recomputation_doubles_is_caught(monkeypatch):
         return right(self, tokens, weights, chosen, samples)
 
     monkeypatch.setattr(MoE, "apply_experts", twice)
-    (record,) = verify(job(BIASED), [Layout.parse("pipeline=2")], steps=4)
+    (record,) = verify(job(BIASED), [Layout.parse("pipeline=2")], steps=2)
     assert not record.ok and record.failure is None, record.describe()
 
 
