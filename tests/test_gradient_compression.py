@@ -14,7 +14,7 @@ from shardwise.parallel.gradient_reduction import CompressionSpec, decode, encod
 from shardwise.parallel.prepare import prepare
 from shardwise.verify.parity import verify
 
-MODEL = {"layers": 3, "width": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 61, "sequence": 16}
+MODEL = {"layers": 2, "width": 32, "heads": 4, "kv_heads": 2, "ffn": 48, "vocab": 61, "sequence": 16}
 WAYS = ["fp16", "bf16", "int8", "onebit", "topk:0.1", "powersgd:rank=2"]
 
 
@@ -34,6 +34,7 @@ SUMS = [
 @pytest.mark.thin(8)
 @pytest.mark.parametrize(("way", "text"), SUMS)
 def test_sums_are_those_of_one_process(way, text):
+    prepare(job(way), Layout.parse(text))  # once, for all ranks
     record = verify_compressed(job(way), Layout.parse(text))
     assert record.ok, record.describe()
 
@@ -67,7 +68,8 @@ def sent_by(way: str, text: str) -> int:
 
 
 def test_bytes_are_what_the_formula_says():
-    shapes = [weight for weight in run_world(shapes_of_it, 1)[0] if len(weight) > 1]
+    shapes = [weight for weight in shapes_of_it() if len(weight) > 1]
+    prepare(job("onebit"), Layout.parse("replicate=2"))  # once, for all ranks
     whole = sum(rows * columns for rows, columns in shapes)
     (first, second) = run_world(sent_by, 2, "onebit", "replicate=2")
     blocks = sum(-(-rows * columns // 64) for rows, columns in shapes)
@@ -80,7 +82,6 @@ def test_bytes_are_what_the_formula_says():
 
 
 def shapes_of_it() -> list[torch.Size]:
-
     chain = job("bf16").family.build_on_meta(job("bf16").model)
     return [weight.shape for _, weight in chain.named_unique_parameters()]
 
@@ -115,6 +116,7 @@ def test_debts_that_are_forgotten_are_caught(monkeypatch):
         return right(self, name, rows, numel)
 
     monkeypatch.setattr(gradient_reduction.Compressor, "_encode_with_feedback", careless)
+    prepare(job("topk:0.1"), Layout.parse("replicate=2"))  # once, for all ranks
     record = verify_compressed(job("topk:0.1"), Layout.parse("replicate=2"))
     assert record.failure is None and record.first_difference is not None
     assert (record.first_difference.step, record.first_difference.kind) == (2, "gradient")  # the first is plain
