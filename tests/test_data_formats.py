@@ -142,11 +142,13 @@ def losses(job: Job, folder: Path, *layouts: str) -> list[float]:
     for number, layout in enumerate(layouts):
         if len(layouts) > 1 and number == 0:  # as a run that is stopped: the same schedule, and half of its steps
             (run.path / "job.toml").write_text(make_job(values | {"steps": 2}).to_toml())
+        prepare(run.job(), Layout.parse(layout))  # once, for all ranks
         run_world(train_in_world, Layout.parse(layout).world, str(run.path), layout, number > 0)
         (run.path / "job.toml").write_text(whole.to_toml())
     return [record["loss"] for record in run.metrics()]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("kind", ["parquet", "stream", "tar"])
 def test_a_run_goes_on_exactly_in_another_layout(tmp_path: Path, kind: str) -> None:
     data = write_format(kind, tmp_path / "data")
