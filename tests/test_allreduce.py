@@ -127,7 +127,7 @@ def sums() -> list[str]:
     return wrong
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("ranks", range(1, 9))
 def test_sums_are_exact_and_traffic_is_the_formula(ranks: int) -> None:
     assert run_world(sums, ranks) == [[]] * ranks
