@@ -163,7 +163,7 @@ CUT_CASES = cover([[dict(zip(CUT_LAYOUT, values)) for values in product(*CUT_LAY
 _cut_layout.cache_clear()  # every trace of a model looks through the results that cached functions hold
 
 
-@pytest.mark.thin(6)
+@pytest.mark.thin(12)
 @pytest.mark.parametrize("case", CUT_CASES, ids=lambda case: str(cut_layout(case)))
 def test_pairs_with_cut_experts(case: Case) -> None:
     """Where FSDP gathers the experts' weights inside of a block that is recomputed, among them."""
@@ -177,7 +177,7 @@ FEWER = ["shard=4 zero=1", "shard=4 zero=2", "shard=4 expert=2 zero=1", "shard=4
          "shard=3 zero=3", "tensor=2 shard=4 zero=3"]  # fmt: skip
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(by_kind=True)
 @pytest.mark.parametrize("text", FEWER)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_fewer_experts_than_ranks(text: str, optimizer: str) -> None:
