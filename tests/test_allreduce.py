@@ -253,10 +253,10 @@ def descend(servers: int, staleness: int, rounds: int) -> tuple[float, int, list
     return float((weights - middle).abs().max()), worker.server.max_staleness if worker.server else 0, weights.tolist()
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(("servers", "staleness"), [(1, 0), (2, 2), (3, 5)])
 def test_asynchronous_server_bounds_staleness(servers: int, staleness: int) -> None:
-    found = run_world(descend, 3, servers, staleness, 150)
+    found = run_world(descend, 3, servers, staleness, 60)
     assert all(distance < 0.3 for distance, _, _ in found)
     widest = max(ahead for _, ahead, _ in found)
     assert widest <= staleness and (widest > 0) == (staleness > 0)
