@@ -200,7 +200,7 @@ CUTS = [(sharding, optimizer) for sharding in sharded_tables.SHARDING_TYPES for 
 LAYOUTS = ["shard=1", "replicate=3", "shard=4 zero=3 micro_batch=2"]
 
 
-@pytest.mark.thin(9)
+@pytest.mark.thin(12)
 @pytest.mark.parametrize(
     ("sharding", "optimizer", "layout"),
     [(*cut, layout) for cut in CUTS for layout in [*LAYOUTS, *(["shard=8"] if cut[0] == "row" else [])]],
@@ -237,7 +237,7 @@ def test_tables_of_many_sizes(sharding: str, layout: str) -> None:
     prove(job, layout)
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(6)
 @pytest.mark.parametrize(
     ("layout", "more"),
     [
