@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from shardwise.adapters.module_family import meta_chain
 from shardwise.comm.world import run_world
 from shardwise.errors import CheckpointError, JobError
 from shardwise.job import Job, make_job
@@ -230,7 +231,7 @@ def _indexed(folder: Path) -> None:
     (folder / INDEX_FILE).write_text(json.dumps({"weight_map": {"lm_head.weight": "../elsewhere.safetensors"}}))
 
 
-HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
+HOSTILE_WEIGHTS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "pipe": (_as_pipe, "cannot be read: it is no file"),
     "two files": (_in_two_files, "has the weight 'lm_head.weight' in two files"),
     "index elsewhere": (_indexed, "folder/elsewhere.safetensors cannot be read"),
@@ -238,6 +239,8 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "integers": (lambda folder: save_file(
         {name: value.int() for name, value in load_file(folder / "model.safetensors").items()},
         folder / "model.safetensors"), "is stored as I32; save the model in bf16"),
+}  # fmt: skip
+HOSTILE_CONFIGS: dict[str, tuple[Callable[[Path], Any], str]] = {
     "NaN": (lambda folder: _rewrite(folder / "config.json", rms_norm_eps=float("nan")), "NaN|finite number"),
     "layers": (lambda folder: _rewrite(folder / "config.json", num_hidden_layers=10**9), "layers"),
     "list": (lambda folder: _rewrite(folder / "config.json", num_attention_heads=[4]), "num_attention_heads|heads"),
@@ -246,16 +249,40 @@ HOSTILE: dict[str, tuple[Callable[[Path], Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_folder_is_refused_in_a_sentence(name: str, tmp_path: Path) -> None:
-    folder = tmp_path / "folder"
+@pytest.fixture(scope="module")
+def intact_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hostile") / "intact"
     save(folder, "llama")
-    spoil, sentence = HOSTILE[name]
-    spoil(folder)
+    return folder
+
+
+def check_refusal(folder: Path, sentence: str) -> None:
+    """As a module of transformers and as a decoder of ours."""
     for model in ({"name": f"hf:{folder}"}, {"weights": str(folder)}):
         with pytest.raises(JobError, match=sentence) as refused:
             check_start(prepare(make_job({"model": {**model, "sequence": 16}}), Layout()))
         assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", HOSTILE_WEIGHTS)
+def test_hostile_weights_are_refused_in_a_sentence(name: str, intact_folder: Path) -> None:
+    """The module is the same in all cases, and so is its path: it is traced for the first one alone."""
+    folder = intact_folder.parent / "folder"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(intact_folder, folder)
+    meta_chain.cache_clear()  # it has weights of the folder as it was
+    spoil, sentence = HOSTILE_WEIGHTS[name]
+    spoil(folder)
+    check_refusal(folder, sentence)
+
+
+@pytest.mark.parametrize("name", HOSTILE_CONFIGS)
+def test_a_hostile_config_is_refused_in_a_sentence(name: str, intact_folder: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(intact_folder, folder)
+    spoil, sentence = HOSTILE_CONFIGS[name]
+    spoil(folder)
+    check_refusal(folder, sentence)
 
 
 @pytest.mark.parametrize(("kind", "changes", "sequence", "sentence"), [
