@@ -209,10 +209,10 @@ def test_weights_that_do_not_fit_are_named(tmp_path):
         prepare(job(str(tmp_path), {"num_hidden_layers": 3}), Layout())
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 64)
     with pytest.raises(JobError, match=r"model.safetensors cannot be read"):
-        prepare(job(str(tmp_path), {"vocab_size": 62}), Layout())
+        prepare(job(str(tmp_path), {"vocab_size": 77}), Layout())
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     with pytest.raises(JobError, match=r"no \*.safetensors files"):
-        prepare(job(str(tmp_path), {"vocab_size": 63}), Layout())
+        prepare(job(str(tmp_path), {"vocab_size": 77}), Layout())
 
 
 @pytest.mark.thin(2)
