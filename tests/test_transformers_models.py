@@ -74,10 +74,11 @@ PROVEN_LAYOUTS = {
 
 
 @pytest.mark.thin(by_kind=True)  # of each family one layout
-@pytest.mark.parametrize(
-    ("model_type", "layout"), [(family, layout) for family, layouts in PROVEN_LAYOUTS.items() for layout in layouts]
-)
-def test_layouts_compute_what_the_module_computes(model_type, layout):
+@pytest.mark.parametrize(("model_type", "layout"), [
+    pytest.param(family, layout, id=f"{family} in {layout}")
+    for family, layouts in PROVEN_LAYOUTS.items() for layout in layouts
+])  # fmt: skip
+def test_a_layout_computes_what_the_module_computes(model_type, layout):
     (result,) = verify_layouts(job(model_type, FAMILIES[model_type]), layout)
     assert result.ok, result.describe()
     assert max(result.loss, result.grad, result.weight) < 1e-11
@@ -86,6 +87,7 @@ def test_layouts_compute_what_the_module_computes(model_type, layout):
 MLP = "model.layers.*.mlp"
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("plan", "culprit"), [
     ({f"{MLP}.gate_proj": "colwise", f"{MLP}.up_proj": "colwise", f"{MLP}.down_proj": "colwise"},
      "model.layers.0.mlp.down_proj"),
