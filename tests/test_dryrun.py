@@ -61,7 +61,7 @@ def fake_profiles(job: Job, layout: Layout, ranks: tuple[int, ...]) -> list[tupl
     return found
 
 
-@pytest.mark.thin(8)
+@pytest.mark.thin(17)
 @pytest.mark.parametrize("text", [
     "pipeline=2 tensor=2 schedule=zbv", "replicate=2", "replicate=2 shard=2 zero=3",
     "pipeline=2 shard=2 zero=2 schedule=interleaved", "pipeline=2 shard=2 zero=3 schedule=zero-bubble",
@@ -252,7 +252,7 @@ PLANNED = [
 ]
 
 
-@pytest.mark.thin(8)
+@pytest.mark.thin(17)
 @pytest.mark.parametrize("case", PLANNED, ids=[f"{precision} {text}" for _, precision, text, _ in PLANNED])
 def test_the_plan_is_what_the_engine_does(case: tuple[dict[str, Any], str, str, int]) -> None:
     """Memory of every stage within 5%, without the allocator's reserve, which a dry run cannot see."""
@@ -292,7 +292,7 @@ FEW_HEADS = {"name": "gpt", "layers": 8, "width": 2048, "heads": 16, "kv_heads":
              "sequence": 2048, "tied": False}  # fmt: skip
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(9)
 @pytest.mark.parametrize(
     "text",
     ["shard=4 context=2 zero=1", "shard=4 context=2 zero=2 recompute=full", "shard=4 expert=4 zero=2 recompute=full",
@@ -320,8 +320,10 @@ def test_tensor_ranks_have_parts_of_narrow_experts_or_others(text: str) -> None:
 
 
 def compare(model: dict[str, Any], text: str, least: float = 0.9) -> None:
+    """Without a pipeline two micro-batches need what many do."""
     layout = Layout.parse(f"{text} micro_batch=1")
-    job = make_job({"model": model, "batch": {"samples": 4 * layout.data}, "precision": "bf16", "compile": False})
+    samples = layout.data * (4 if layout.pipeline > 1 else 2)
+    job = make_job({"model": model, "batch": {"samples": samples}, "precision": "bf16", "compile": False})
     reports = run_world(every_stage, 1, job, layout)[0]
     estimator = make_estimator(job, find_cluster("h100"))
     for memory, report in zip(estimator.predict(layout).memory, reports, strict=True):
