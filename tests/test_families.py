@@ -37,7 +37,7 @@ def test_bert_in_any_layout(layout):
     assert record.ok, record.describe()
 
 
-@pytest.mark.thin(6)
+@pytest.mark.thin(10)
 @pytest.mark.parametrize("layout", [
     "shard=2 zero=3", "pipeline=2 schedule=zbv", "shard=2 tensor=2 zero=2 recompute=selective",
     "pipeline=3 schedule=interleaved virtual=2", "pipeline=2 shard=2 tensor=2 zero=2",
