@@ -41,7 +41,7 @@ def job(model: dict[str, object], **more: object) -> Job:
     return make_job({"precision": "float64", "model": model, "batch": {"samples": 8}, **more})
 
 
-@pytest.mark.thin(11)
+@pytest.mark.thin(16)
 @pytest.mark.parametrize("layout", [
     "context=3", "context=4 context_method=ulysses", "shard=2 context=2 zero=3", "context=2 recompute=selective",
     "pipeline=2 context=2 schedule=zbv recompute=full",
@@ -69,7 +69,7 @@ def test_experts_beside_a_cut_sequence(layout):
     assert record.ok, record.describe()
 
 
-@pytest.mark.thin(7)
+@pytest.mark.thin(8)
 @pytest.mark.parametrize(("layout", "name"), [
     ("context=2", "LLAMA"), ("context=2 tensor=2 context_method=ulysses", "LLAMA"),
     ("pipeline=2 context=2 schedule=zbv", "LLAMA"), ("shard=2 tensor=2 zero=3 recompute=full", "LLAMA"),
