@@ -456,7 +456,7 @@ PLANTED: dict[Any, tuple[str, str, str]] = {
 }
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
 def test_planted_bugs_are_caught(plant: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sharding, optimizer, kind = PLANTED[plant]
