@@ -342,7 +342,7 @@ def test_shards_are_the_folder(tmp_path: Path) -> None:
 def test_images_go_on_exactly_in_another_layout(tmp_path: Path, write: Any) -> None:
     job = image_job(write(tmp_path / "data"), augment=["crop", "flip"])
     whole = losses(job, tmp_path / "whole", "")
-    assert losses(job, tmp_path / "parts", "shard=2", "replicate=2") == pytest.approx(whole, rel=1e-9)
+    assert losses(job, tmp_path / "parts", "shard=2", "") == pytest.approx(whole, rel=1e-9)
 
 
 def test_a_folder_for_validation(tmp_path: Path) -> None:
