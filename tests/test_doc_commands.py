@@ -176,15 +176,25 @@ def test_errors_are_those_shown(
     check_output(command, capsys.readouterr().err)
 
 
+def case_name(command: str) -> str:
+    """Proofs and plans, which take longest, are two kinds of cases; any other command is a kind of its own."""
+    words = command.removeprefix("shardwise ")
+    return words if words.startswith(("verify", "plan")) else re.sub("[ -]+", "_", words)
+
+
+@pytest.mark.thin(by_kind=True)
 @pytest.mark.parametrize(
-    "command", [one for one in RUNNABLE if one != TRAIN and not one.startswith(USES_RUN) and not is_error(one)]
+    "command",
+    [one for one in RUNNABLE if one != TRAIN and not one.startswith(USES_RUN) and not is_error(one)],
+    ids=case_name,
 )
 def test_commands_print_what_is_shown(
     command: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     if "bpe:" in command:
         pytest.importorskip("tokenizers")
-    check_output(command, run_here(command, folder, monkeypatch, capfd))
+    few_steps = " --set steps=2" if command.startswith("shardwise train ") else ""
+    check_output(command, run_here(command + few_steps, folder, monkeypatch, capfd))
 
 
 @pytest.mark.cluster
