@@ -192,7 +192,7 @@ def test_the_house_is_complete() -> None:
             assert (ROOT / room / file).exists(), f"{room} has no {file}"
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(9)
 @pytest.mark.parametrize("example", EXAMPLES, ids=name_of)
 def test_examples_can_be_trained(example: Path) -> None:
     job = load_job(example)

@@ -255,6 +255,7 @@ def test_any_module_can_be_planned() -> None:
 # Published sizes
 
 
+@pytest.mark.thin(by_kind=True)
 @pytest.mark.parametrize(
     ("name", "total", "active"),
     [
@@ -320,7 +321,7 @@ PLANS = {
 }  # fmt: skip
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("name", PLANS)
 def test_examples_can_be_planned(name: str) -> None:
     words = ["plan", str(EXAMPLES / f"{name}.toml"), "--cluster", "a100-80g", "--devices", str(PLANS[name])]
