@@ -102,7 +102,7 @@ def test_the_job_can_be_planned_as_shown(name: str) -> None:
     assert plan.best.peak_memory <= cluster.device.memory, f"{plan.best.peak_memory / 2**30:.1f} GiB"
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(13)
 @pytest.mark.parametrize("name", PAGES)
 def test_the_job_trains_when_it_is_tiny(name: str, tmp_path: Path) -> None:
     """Its axes, with two ranks each, on a model of its kind that is small."""
