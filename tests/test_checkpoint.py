@@ -95,13 +95,13 @@ def make_source(folder: Path, layout: Layout) -> tuple[list[float], list[tuple[s
     train(JOB, engine, optimizer, 0, 2)
     checkpoints.save(2, engine, optimizer, {"samples": 24})
     held = everything(engine, optimizer)
-    losses = train(JOB, engine, optimizer, 2, 3)  # while it is being written
+    losses = train(JOB, engine, optimizer, 2, 4)  # while it is being written
     checkpoints.finish()
     return losses, held
 
 
 def load_sources(
-    folders: dict[str, Path], layout: Layout, last: int = 3
+    folders: dict[str, Path], layout: Layout, last: int = 4
 ) -> dict[str, tuple[Any, list[float], list[tuple[str, str]]]]:
     engine, optimizer = start(JOB, layout)
     results = {}
@@ -114,7 +114,7 @@ def load_sources(
 
 
 class Sources(dict[str, tuple[Path, list[Any]]]):
-    """By layout: a folder with a checkpoint of step 2, and what each rank had then and lost in step 3.
+    """By layout: a folder with a checkpoint of step 2, and what each rank had then and lost in steps 3 and 4.
 
     Each is made when a test first asks for it, since parallel test workers need few of them."""
 
