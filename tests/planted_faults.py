@@ -8,8 +8,11 @@
     spike           a loss of 1000
     skip, mismatch  the first all-reduce of a step is skipped, or has another size
 
-`main` is their entry point. If a test has left `faults/flops.json` in the run folder, with the name of the model family
-and the forward FLOPs of its modules, workers do not trace the model, which takes half of a small worker's time.
+`main` is their entry point. Two files that a test leaves in the run folder change what workers do:
+
+    faults/flops.json    name of the model's family and forward FLOPs of its modules: the model is not traced for them,
+                         which takes half of a small worker's time
+    faults/one-by-one    each attempt has the next fault alone
 """
 
 import json
@@ -25,7 +28,7 @@ from torch import Tensor
 
 from shardwise import step as stepping
 from shardwise.chaos import faulty_worker
-from shardwise.chaos.faulty_worker import FaultInjector, wrap
+from shardwise.chaos.faulty_worker import FaultInjector, trigger_times, wrap
 from shardwise.data.sample_stream import Samples, SampleStream
 from shardwise.integrity.detectors import Verdict
 from shardwise.models.registry import named_family
@@ -45,6 +48,9 @@ def use_kept_flops(run: Path) -> None:
 
 class PlantedFaults(FaultInjector):
     def install(self) -> None:
+        if (self.run_path / "faults" / "one-by-one").exists():
+            count_triggered = len(trigger_times(self.run_path))
+            self.faults = [fault for fault in self.faults if fault.number == count_triggered]
         super().install()
         self.forward_counts: Counter[int] = Counter()
         engine, kinds = self.trainer.engine, {fault.kind for fault in self.faults}
