@@ -76,7 +76,8 @@ def any_job(name: str, args: dict[str, Any] | None = None, **changes: Any) -> Jo
     return make_job({"precision": "float64", "steps": 3, "model": model, "batch": {"samples": 8}} | changes)
 
 
-def proven(job: Job, *layouts: str, steps: int = 3) -> None:
+def proven(job: Job, *layouts: str, steps: int = 2) -> None:
+    """The second step uses what the first has left behind."""
     for result in verify(job, [Layout.parse(layout) for layout in layouts], steps):
         assert result.ok, result.describe()
 
@@ -105,7 +106,7 @@ def tier_cases() -> Iterator[Any]:
                 yield pytest.param(name, layout, sentence, id=f"{kind}-{name}-{layout}")
 
 
-@pytest.mark.thin(24, by_kind=True)
+@pytest.mark.thin(36, by_kind=True)
 @pytest.mark.parametrize(("name", "layout", "sentence"), list(tier_cases()))
 def test_tier_by_tier(name: str, layout: str, sentence: str) -> None:
     if not sentence:
@@ -280,7 +281,6 @@ def curve(run: RunFolder) -> list[float]:
     ],
 )  # fmt: skip
 def test_killed_and_resumed_elsewhere(name: str, before: str, after: str, tmp_path: Path) -> None:
-    prepare(training_job(tmp_path, name), Layout.parse("pipeline=1"))  # so that the workers need not
     whole = train(training_job(tmp_path / "whole", name), "pipeline=1")
     job = training_job(tmp_path / "run", name)
     with pytest.raises(RunError, match="-9"):
@@ -297,9 +297,10 @@ def test_killed_and_resumed_elsewhere(name: str, before: str, after: str, tmp_pa
     [("tied_lm", "pipeline=2 micro_batch=2"), ("experts", "shard=2 zero=3"), ("temperatures", "shard=2 zero=1")],
 )
 def test_killed_and_resumed_in_place_is_bitwise(name: str, layout: str, tmp_path: Path) -> None:
-    prepare(training_job(tmp_path, name), Layout.parse("pipeline=1"))
-    whole = train(training_job(tmp_path / "whole", name), layout)
-    job = training_job(tmp_path / "run", name)
+    args = {"depth": 2} if name == "temperatures" else {}
+    model = {"name": f"python:user_modules:{name}", "args": args}
+    whole = train(training_job(tmp_path / "whole", name, model=model), layout)
+    job = training_job(tmp_path / "run", name, model=model)
     with pytest.raises(RunError, match="-9"):
         train(job, layout, die_after=5)
     assert curve(train(job, layout, resume=True)) == curve(whole)
@@ -349,15 +350,17 @@ def test_fp16_scales_the_loss(tmp_path: Path) -> None:
     """The first scale overflows, is halved until it fits, and training goes on."""
     for layout in ("pipeline=1", "shard=2 zero=3"):
         folder = tmp_path / layout.replace(" ", "-")
-        run = train(training_job(folder, "vit", model=SMALL_VIT, precision="fp16", steps=8), layout)
+        run = train(training_job(folder, "vit", model=SMALL_VIT, precision="fp16"), layout)
         assert "step_skipped" in (run.path / "events.jsonl").read_text()
         norms = [record["grad_norm"] for record in run.metrics()]
-        assert not math.isfinite(float(norms[0])) and all(map(math.isfinite, norms[-3:])) and len(set(curve(run))) == 8
+        assert not math.isfinite(float(norms[0])) and all(map(math.isfinite, norms[-3:])) and len(set(curve(run))) == 6
 
 
-def test_an_expert_without_samples_gets_a_zero_gradient() -> None:
+@pytest.mark.thin(5)
+@pytest.mark.parametrize("layout", ["replicate=2", "shard=2 zero=1", "shard=2 zero=3"])
+def test_an_expert_without_samples_gets_a_zero_gradient(layout: str) -> None:
     """With a batch of 2, at most 2 of 6 experts are used in a step, and others on every rank."""
-    proven(any_job("experts", batch={"samples": 2}), "replicate=2", "shard=2 zero=1", "shard=2 zero=3", steps=4)
+    proven(any_job("experts", batch={"samples": 2}), layout, steps=4)
 
 
 def test_flat_and_cached_anatomies() -> None:

@@ -16,14 +16,16 @@ from shardwise.layout import Layout
 from shardwise.parallel.prepare import prepare
 
 
+@pytest.mark.thin(by_kind=True)
+@pytest.mark.parametrize("layout", ["pipeline=1", "replicate=2", "shard=2 zero=3 micro_batch=2"])
 @pytest.mark.parametrize(
     "collator",
     ["padding", "language modeling", "longest", "user dict", "read-only", "nested", "named tuple", "any order"],
 )
-def test_taken(collator: str) -> None:
+def test_taken(collator: str, layout: str) -> None:
     if collator in ("padding", "language modeling"):
         pytest.importorskip("transformers")
-    proven(any_job("collated", {"kind": collator}), "pipeline=1", "replicate=2", "shard=2 zero=3 micro_batch=2")
+    proven(any_job("collated", {"kind": collator}), layout)
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,11 @@ def job_of(kind: str, function: str = "task", **changes: Any) -> Job:
     return make_job({"precision": "float64", "steps": 3, "model": model, "batch": {"samples": 8}} | changes)
 
 
+@pytest.mark.thin(7, by_kind=True)
+@pytest.mark.parametrize("layout", ["pipeline=1", "shard=2 zero=3", "pipeline=2 micro_batch=4"])
 @pytest.mark.parametrize("kind", ["RandomBuffer", "RandomOrder", "NumpyValues", "KeptValue"])
-def test_constructors_that_draw_random_numbers_are_proven(kind: str) -> None:
-    proven(job_of(kind), "pipeline=1", "shard=2 zero=3", "pipeline=2 micro_batch=4")
+def test_constructors_that_draw_random_numbers_are_proven(kind: str, layout: str) -> None:
+    proven(job_of(kind), layout)
 
 
 @pytest.mark.parametrize("kind", constructed_modules.BLOCKS)
@@ -83,6 +85,7 @@ def test_what_a_constructor_computes_from_weights_has_its_values(kind: str) -> N
     proven(job_of(kind), "pipeline=1")
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("layout", ["shard=2 zero=3", "replicate=2", "pipeline=2 micro_batch=4"])
 def test_copies_of_weights_are_proven_in_several_processes(layout: str) -> None:
     proven(job_of("CopiesOfWeights"), layout)

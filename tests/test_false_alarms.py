@@ -59,23 +59,31 @@ def proven_or_refused(job: Job, layout: str, sentence: str) -> None:
         assert result.ok, result.describe()
 
 
-@pytest.mark.thin(5)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", CASTS | ZEROS | OTHER_NORMS)
-def test_modules(name: str, layout: str) -> None:
-    proven_or_refused(module_job(name), layout, (CASTS | ZEROS | OTHER_NORMS)[name])
+MODULES = [
+    pytest.param(name, sentence, id=f"{group}-{name}")
+    for group, modules in {"casts": CASTS, "zeros": ZEROS, "norms": OTHER_NORMS}.items()
+    for name, sentence in modules.items()
+]
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(11, by_kind=True)
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("name", "sentence"), MODULES)
+def test_modules(name: str, sentence: str, layout: str) -> None:
+    proven_or_refused(module_job(name), layout, sentence)
+
+
+@pytest.mark.thin(12)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("only", [False, True], ids=["beside", "only"])
 @pytest.mark.parametrize("kind", NORMS)
-def test_norms_behind_a_bias(kind: str, layout: str) -> None:
-    for only in (False, True):
-        proven_or_refused(module_job("norm", kind=kind, only=only), layout, NORMS[kind])
+def test_norms_behind_a_bias(kind: str, only: bool, layout: str) -> None:
+    proven_or_refused(module_job("norm", kind=kind, only=only), layout, NORMS[kind])
 
 
-@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.thin(by_kind=True)
 @pytest.mark.parametrize("layout", ["replicate=2", "shard=2 zero=3 recompute=full micro_batch=2"])
+@pytest.mark.parametrize("side", ["right", "left"])
 def test_samples_padded_by_each_rank(side: str, layout: str) -> None:
     proven_or_refused(module_job("padded", side=side), layout, "")
 
@@ -103,7 +111,7 @@ def test_a_transformers_model_recomputes_its_blocks(recompute: str) -> None:
         "precision": "float64", "steps": 2, "batch": {"samples": 4}, "data": {"source": "synthetic"},
         "model": {"name": "hf:qwen3", "sequence": 8, "args": args},
     }  # fmt: skip
-    (result,) = verify(make_job(settings), [Layout.parse(f"shard=2 recompute={recompute}")], steps=2)
+    (result,) = verify(make_job(settings), [Layout.parse(f"shard=2 recompute={recompute}")], steps=1)
     assert result.ok, result.describe()
 
 
@@ -163,10 +171,11 @@ def altered_gradient(factor: float, name: str) -> VerifyResult:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ParamShard, "full_grad", property(altered))
-        (result,) = verify(module_job("norm", kind="batch"), [Layout.parse("replicate=2")], steps=2)
+        (result,) = verify(module_job("norm", kind="batch"), [Layout.parse("replicate=2")], steps=1)
     return result
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("name", ["blocks.3.conv.bias", "blocks.0.norm.weight"])
 def test_a_difference_above_rounding_is_found(name: str) -> None:
     """The gradients' RMS norm is about 1, so a bug of 1e-8 is a hundred millionth of it: noise is 1e-16."""

@@ -99,6 +99,7 @@ def in_batch(loss: str) -> Task:
     return Task(Embedder, IN_BATCH[loss], Rows(floats(FEATURES), target))
 
 
+@pytest.mark.thin(21, by_kind=True)
 @pytest.mark.parametrize("layout", ["replicate=2", "shard=2 zero=3", ONE_PROCESS])
 @pytest.mark.parametrize("loss", IN_BATCH)
 def test_a_loss_over_the_batch_is_refused_where_the_batch_is_split(loss: str, layout: str) -> None:
@@ -107,6 +108,7 @@ def test_a_loss_over_the_batch_is_refused_where_the_batch_is_split(loss: str, la
     assert "If the loss compares the samples of a batch with one another" in sentence
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("loss", ["info_nce", "vicreg"])
 def test_a_loss_over_the_batch_is_proven_where_the_batch_is_whole(loss: str) -> None:
     plan = {"first": "colwise", "second": "rowwise"}
@@ -158,11 +160,15 @@ def exported_teacher() -> Task:
 
 @pytest.mark.parametrize("name", ["teacher", "exported_teacher"])
 def test_a_teacher_that_sharding_forgets_is_seen(name: str) -> None:
-    job = job_of(f"test_proof:{name}")
-    sentence = refusal(job, "shard=2 zero=3")
+    sentence = refusal(job_of(f"test_proof:{name}"), "shard=2 zero=3")
     assert "teacher.weight (frozen weight)" in sentence and "use replicate or zero=1" in sentence
-    for layout in ("replicate=2", "shard=2 zero=1"):
-        assert "equals one process" in prove(job, layout)[0]
+
+
+@pytest.mark.thin(4)
+@pytest.mark.parametrize("layout", ["replicate=2", "shard=2 zero=1"])
+@pytest.mark.parametrize("name", ["teacher", "exported_teacher"])
+def test_a_teacher_is_proven_where_each_rank_has_it_whole(name: str, layout: str) -> None:
+    assert "equals one process" in prove(job_of(f"test_proof:{name}"), layout)[0]
 
 
 class Reassigned(nn.Module):
@@ -243,11 +249,13 @@ def buffers() -> Task:
     return Task(Buffers, nn.CrossEntropyLoss(), user_modules.vectors())
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("layout", ["replicate=2", "shard=2 zero=1", "shard=2 zero=3"])
 def test_ordinary_buffers_and_frozen_weights_raise_no_alarm(layout: str) -> None:
     assert "equals one process" in prove(job_of("test_proof:buffers"), layout)[0]
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(
     ("name", "layout"),
     [("batch_norm", "shard=2 zero=3"), ("tied_lm", "pipeline=2 micro_batch=2"), ("frozen", "tensor=2"),
