@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from functools import cache
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -25,15 +26,21 @@ LAYOUTS = [
 ]  # fmt: skip
 
 
+@cache
 def plan_of(layout: str | None, samples: int = 64) -> Plan:
     job = make_job({"model": {"name": "llama3-8b"}, "precision": "bf16", "batch": {"samples": samples}, "steps": 1000})
     return make_plan(job, CLUSTERS["h100"], 8 if layout is None else None, layout)
 
 
+@cache
+def page_of(layout: str | None) -> str:
+    return plan_page(plan_of(layout))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_page_is_whole(layout: str | None) -> None:
     plan = plan_of(layout)
-    text = plan_page(plan)
+    text = page_of(layout)
     root = ElementTree.fromstring(text.removeprefix("<!DOCTYPE html>\n"))
     words = " ".join(" ".join(root.itertext()).split())
     for one in plan.layouts:
@@ -48,7 +55,7 @@ def test_the_page_is_whole(layout: str | None) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
 def test_drawings_stay_within_their_frame(layout: str) -> None:
-    root = ElementTree.fromstring(plan_page(plan_of(layout)).removeprefix("<!DOCTYPE html>\n"))
+    root = ElementTree.fromstring(page_of(layout).removeprefix("<!DOCTYPE html>\n"))
     for drawing in root.iter(f"{SVG}svg"):
         height = float(drawing.attrib["viewBox"].split()[3])
         for rect in drawing.iter(f"{SVG}rect"):
