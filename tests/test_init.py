@@ -70,7 +70,8 @@ CASES: dict[str, tuple[str, Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.thin(by_kind=True)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{CASES[case][0]} - {case}")
 def test_what_is_written_can_be_planned(tmp_path: Path, case: str) -> None:
     task, data, model = CASES[case]
     out = tmp_path / "job.toml"
