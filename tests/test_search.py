@@ -37,7 +37,7 @@ SPACES = [
 ]
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(7)
 @pytest.mark.parametrize(("layers", "samples", "memory", "devices"), SPACES)
 def test_the_search_finds_what_simulating_everything_finds(
     layers: int, samples: int, memory: float, devices: int
