@@ -291,7 +291,7 @@ def test_lm_eval_gets_the_same_numbers_from_run_and_folder(kind: str, metrics: s
     (["--tasks", "metric.yaml"], "cannot be imported"),
     (["--tasks", "field.yaml"], "does not fit a record"),
     (["--tasks", "code.yaml"], "is unsafe"),
-    (["--data", "held.jsonl", "--layout", "pipeline=5"], "stages"),
+    (["--data", "held.jsonl", "--layout", "pipeline=2 schedule=interleaved virtual=3"], "has 6 stages"),
     (["--data", "held.jsonl", "--set", "model.layers=1"], "model.layers: a trained model keeps its keys"),
 ])  # fmt: skip
 def test_errors_are_sentences(
