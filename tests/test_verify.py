@@ -201,7 +201,7 @@ NAMED = {
 }
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(7)
 @pytest.mark.parametrize("name", NAMED)
 def test_named(name: str) -> None:
     text, samples, shape = NAMED[name]
@@ -209,31 +209,35 @@ def test_named(name: str) -> None:
     assert_exact(*verify(tiny(samples, layers=4, sequence=sequence, **SHAPES[shape]), [Layout.parse(text)], steps=2))
 
 
+ROUNDED = ["shard=2 zero=2 micro_batch=1", "pipeline=2 tensor=2 micro_batch=1"]
+
+
+@pytest.mark.thin(by_kind=True)
+@pytest.mark.parametrize("layout", ROUNDED)
 @pytest.mark.parametrize("precision", ["float32", "bf16", "fp16"])
-def test_other_precisions_within_their_rounding(precision: str) -> None:
+def test_other_precisions_within_their_rounding(precision: str, layout: str) -> None:
     job = tiny(4, layers=4, **SHAPES["GPT-2"]).model_copy(update={"precision": precision})
-    layouts = [Layout.parse("shard=2 zero=2 micro_batch=1"), Layout.parse("pipeline=2 tensor=2 micro_batch=1")]
-    for record in verify(job, layouts, steps=2):
-        assert record.ok, record.describe()
+    (record,) = verify(job, [Layout.parse(layout)], steps=2)
+    assert record.ok, record.describe()
 
 
-def test_products_in_8_bits_within_their_rounding() -> None:
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("layout", ROUNDED)
+def test_products_in_8_bits_within_their_rounding(layout: str) -> None:
     """Of sides that are multiples of 16: others would be computed in bf16."""
     sizes = {"layers": 4, "width": 32, "heads": 2, "head_dim": 16, "ffn": 64, "vocab": 64, "sequence": 32}
     job = make_job({"precision": "fp8", "model": {**sizes, "tied": False}, "batch": {"samples": 4}})
-    layouts = [Layout.parse("shard=2 zero=2 micro_batch=1"), Layout.parse("pipeline=2 tensor=2 micro_batch=1")]
-    for record in verify(job, layouts, steps=2):
-        assert record.ok and record.grad > 0.01, record.describe()
+    (record,) = verify(job, [Layout.parse(layout)], steps=2)
+    assert record.ok and record.grad > 0.01, record.describe()
 
 
+@pytest.mark.thin(by_kind=True)
+@pytest.mark.parametrize("layout", ["pipeline=2 tensor=2 micro_batch=1", "shard=2 zero=3"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_mup(shape: str) -> None:
+def test_mup(shape: str, layout: str) -> None:
     """The truth knows nothing of it: it is a property of the model alone."""
     job = tiny(4, layers=4, **SHAPES[shape] | {"mup_base_width": 8})
-    for record in verify(
-        job, [Layout.parse("pipeline=2 tensor=2 micro_batch=1"), Layout.parse("shard=2 zero=3")], steps=2
-    ):
-        assert_exact(record)
+    assert_exact(*verify(job, [Layout.parse(layout)], steps=2))
 
 
 def test_without_clipping_and_without_dropout() -> None:
@@ -272,6 +276,7 @@ def test_compiled_blocks(backend: str, layout: str, monkeypatch: pytest.MonkeyPa
     assert_exact(record)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("recompute", ["none", "full", "selective", "0.5"])
 def test_each_block_is_one_graph_whatever_is_recomputed(recompute: str, monkeypatch: pytest.MonkeyPatch) -> None:
     counter, compile_module = CompileCounter(), torch.nn.Module.compile
