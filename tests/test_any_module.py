@@ -188,20 +188,25 @@ def test_a_mean_over_masked_targets_is_caught_and_explained() -> None:
     assert "return the sum, and give `count`, the number of targets in a batch" in found.describe()
 
 
-def test_a_batch_norm_that_is_a_block_spans_the_batch_beside_dropout() -> None:
-    proven(any_job("normalised", {"norm": "a block beside dropout"}), "replicate=2", "shard=2 zero=3")
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("layout", ["replicate=2", "shard=2 zero=3"])
+def test_a_batch_norm_that_is_a_block_spans_the_batch_beside_dropout(layout: str) -> None:
+    proven(any_job("normalised", {"norm": "a block beside dropout"}), layout)
 
 
-@pytest.mark.thin(4)
+@pytest.mark.thin(8)
+@pytest.mark.parametrize("layout", ["pipeline=1", "replicate=2", "shard=2 zero=3"])
 @pytest.mark.parametrize("name", ["tied_lm", "stacked_lstm", "batch_norm", "vit", "experts"])
-def test_bf16(name: str) -> None:
+def test_bf16(name: str, layout: str) -> None:
     """The weights of LSTMs, parameters of the root, and float32 buffers beside bf16 weights."""
-    micro = "" if name == "batch_norm" else " micro_batch=2"
-    proven(any_job(name, precision="bf16"), "pipeline=1", "replicate=2", f"shard=2 zero=3{micro}", steps=1)
+    micro = " micro_batch=2" if "shard" in layout and name != "batch_norm" else ""
+    proven(any_job(name, precision="bf16"), f"{layout}{micro}", steps=1)
 
 
-def test_tensors_in_float32_outside_of_the_module_do_not_end_the_proof() -> None:
-    proven(any_job("float32_outside"), "pipeline=1", "shard=2 zero=3", "replicate=2 micro_batch=2")
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("layout", ["pipeline=1", "shard=2 zero=3", "replicate=2 micro_batch=2"])
+def test_tensors_in_float32_outside_of_the_module_do_not_end_the_proof(layout: str) -> None:
+    proven(any_job("float32_outside"), layout)
 
 
 def test_a_batch_norm_with_a_forward_of_its_own_keeps_it_in_one_process() -> None:
@@ -306,6 +311,7 @@ def test_killed_and_resumed_in_place_is_bitwise(name: str, layout: str, tmp_path
     assert curve(train(job, layout, resume=True)) == curve(whole)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("layout", ["pipeline=1", "replicate=2"])
 def test_a_frozen_teacher_that_the_forward_updates_is_saved(layout: str, tmp_path: Path) -> None:
     whole = train(training_job(tmp_path / "whole", "taught"), layout)
@@ -346,14 +352,14 @@ def test_validation_in_a_pipeline_takes_every_sample(tmp_path: Path) -> None:
     assert found == pytest.approx(torch.nn.functional.cross_entropy(module(x.double()), y).item(), rel=1e-10)
 
 
-def test_fp16_scales_the_loss(tmp_path: Path) -> None:
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("layout", ["pipeline=1", "shard=2 zero=3"])
+def test_fp16_scales_the_loss(layout: str, tmp_path: Path) -> None:
     """The first scale overflows, is halved until it fits, and training goes on."""
-    for layout in ("pipeline=1", "shard=2 zero=3"):
-        folder = tmp_path / layout.replace(" ", "-")
-        run = train(training_job(folder, "vit", model=SMALL_VIT, precision="fp16"), layout)
-        assert "step_skipped" in (run.path / "events.jsonl").read_text()
-        norms = [record["grad_norm"] for record in run.metrics()]
-        assert not math.isfinite(float(norms[0])) and all(map(math.isfinite, norms[-3:])) and len(set(curve(run))) == 6
+    run = train(training_job(tmp_path, "vit", model=SMALL_VIT, precision="fp16"), layout)
+    assert "step_skipped" in (run.path / "events.jsonl").read_text()
+    norms = [record["grad_norm"] for record in run.metrics()]
+    assert not math.isfinite(float(norms[0])) and all(map(math.isfinite, norms[-3:])) and len(set(curve(run))) == 6
 
 
 @pytest.mark.thin(5)

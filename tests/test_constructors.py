@@ -53,8 +53,13 @@ def test_both_builds_have_the_same_values(kind: str) -> None:
         assert torch.equal(buffer, module.get_buffer(name)), name
 
 
-def test_norms_that_stay_in_evaluation_mode(tmp_path: Path) -> None:
-    proven(job_of("KeepsNormsInEvaluation"), "pipeline=1", "shard=2 zero=3 micro_batch=2", "pipeline=2 micro_batch=4")
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("layout", ["pipeline=1", "shard=2 zero=3 micro_batch=2", "pipeline=2 micro_batch=4"])
+def test_norms_that_stay_in_evaluation_mode(layout: str) -> None:
+    proven(job_of("KeepsNormsInEvaluation"), layout)
+
+
+def test_validating_leaves_norms_in_evaluation_mode(tmp_path: Path) -> None:
     plain = train(job_of("KeepsNormsInEvaluation", run={"folder": str(tmp_path / "plain")}), "pipeline=1")
     settings = {"run": {"folder": str(tmp_path / "validated")}, "validation": {"every": 1}}
     assert losses(train(job_of("KeepsNormsInEvaluation", **settings), "pipeline=1")) == losses(plain)
