@@ -28,7 +28,7 @@ test-clusters: $(DOCS_STAMP)
 	$(BIN)/python -m pytest -m cluster
 
 # A part of what `make test` leaves out, by the hash of the commit: landing after landing, everything runs.
-PARTS := 3
+PARTS := 10
 PART = $(shell echo $$((0x$$(git rev-parse --short=7 HEAD) % $(PARTS))))
 test-share: $(DOCS_STAMP)
 	$(BIN)/python -m pytest --share $(PART)/$(PARTS) -m "not cluster" -n auto --maxprocesses 4 --dist worksteal
