@@ -6,12 +6,15 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 _OURS = ("torch", "shardwise", "builtins")
 _MISSING = object()
+_MISSES: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+"""By cached function: how often it had been computed when its results were last looked through."""
 MAX_DEPTH = 20  # of lists in lists, a bound for those that contain themselves
 
 
@@ -32,8 +35,10 @@ def caches_kept(module: nn.Module) -> Iterator[None]:
                 elif _holds_fake(value):
                     _restore(owner, name, attributes.get(name, _MISSING))
         for function in _cached_functions([owner for owner, _ in before]):
-            if any(map(_holds_fake, gc.get_referents(function))):
+            has_new_results = function.cache_info().misses != _MISSES.get(function)
+            if has_new_results and any(map(_holds_fake, gc.get_referents(function))):
                 function.cache_clear()
+            _MISSES[function] = function.cache_info().misses
 
 
 def _owners(module: nn.Module) -> list[Any]:
