@@ -7,6 +7,7 @@ ends with the same exit code. What it does not know it hands to the real interpr
 
 import atexit
 import ctypes
+import functools
 import gc
 import io
 import json
@@ -197,6 +198,7 @@ def become(request: Request, descriptors: list[int]) -> NoReturn:
     random.seed()
     np.random.seed()
     torch.manual_seed(FRESH_SEED)
+    forget_results()
 
     code = run(request["arguments"])
     threading._shutdown()  # type: ignore[attr-defined]
@@ -207,6 +209,16 @@ def become(request: Request, descriptors: list[int]) -> NoReturn:
         except (OSError, ValueError):
             code = code or 120
     os._exit(code)
+
+
+def forget_results() -> None:
+    """Empties the caches of the package's functions: collecting tests may have filled them, for example with the model
+    families that are installed, of which a command on another path finds others."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "shardwise":
+            for value in list(vars(module).values()):
+                if isinstance(value, functools._lru_cache_wrapper):
+                    value.cache_clear()
 
 
 def place_descriptors(places: dict[int, int]) -> None:
