@@ -27,12 +27,13 @@ test-all: $(STAMP)
 test-clusters: $(DOCS_STAMP)
 	$(BIN)/python -m pytest -m cluster
 
-# A part of what `make test` leaves out, by the hash of the commit: landing after landing, everything runs.
+# A part of the cases that `make test` and `make test-clusters` leave out, by the hash of the commit: landing after
+# landing, everything runs.
 PARTS := 10
 PART = $(shell echo $$((0x$$(git rev-parse --short=7 HEAD) % $(PARTS))))
 test-share: $(DOCS_STAMP)
 	$(BIN)/python -m pytest --share $(PART)/$(PARTS) -m "not cluster" -n auto --maxprocesses 4 --dist worksteal
-	$(BIN)/python -m pytest --share $(PART)/$(PARTS) -m cluster
+	$(BIN)/python -m pytest --share $(PART)/$(PARTS) -m cluster || test $$? -eq 5  # a part may have none of them
 
 # How many small changes of the code the suite notices; CONTRIBUTING.md says more. With SUITE=--all, that of test-all.
 SUITE :=

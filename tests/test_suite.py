@@ -66,7 +66,8 @@ def test_one_case_of_each_kind_and_at_least_one_of_each_test(suite: pytest.Pytes
 
 def test_parts_of_the_rest_are_all_of_it(suite: pytest.Pytester) -> None:
     suite.makepyfile(test_one=CASES.format(count=40))
-    parts = [run_names(suite), *(run_names(suite, "--share", f"{part}/3") for part in range(3))]
+    parts = [run_names(suite, "--share", f"{part}/3") for part in range(3)]
+    parts += [run_names(suite), run_names(suite, "-m", "cluster")]
     assert set.union(*parts) == run_names(suite, "--all")
     assert sum(map(len, parts)) == 40 + 4 + 2
 

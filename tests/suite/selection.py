@@ -7,7 +7,8 @@ from a hash of its own name, so that a new case moves no other. A test of which 
 `@pytest.mark.cluster`: real schedulers, nodes, object stores, the wheel, the site, up to a minute each. `make
 test-clusters` runs them, and so does naming their file.
 
-A test that is named with its case always runs. `--share 3/10` runs the fourth tenth of what a plain run leaves out."""
+A test that is named with its case always runs. `--share 3/10` runs the fourth tenth of what both `make test` and `make
+test-clusters` leave out."""
 
 import random
 import re
@@ -32,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="every case of every test")
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in an order drawn by this seed")
-    parser.addoption("--share", metavar="K/N", help="part K, from 0, of N parts of what is left out without --all")
+    parser.addoption("--share", metavar="K/N", help="part K, from 0, of N parts of the cases that are thinned out")
 
 
 def parse_share(text: str) -> Share:
@@ -60,7 +61,7 @@ def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
 
     if config.getoption("share"):
         part, parts = parse_share(config.getoption("share"))
-        kept = {item for item in items if item not in plain and name_hash(item) % parts == part}
+        kept = {item for item in items if item not in chosen and name_hash(item) % parts == part}
     else:
         kept = plain | {item for item in items if is_named(item, config)}
         kept |= {item for item in chosen & of_clusters if asks_for_clusters(item, config)}
