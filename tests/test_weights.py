@@ -305,8 +305,10 @@ def test_the_single_file_comes_first(tmp_path: Path) -> None:
     check_start(prepare(make_job({"model": {"weights": str(tmp_path), "sequence": 16}}), Layout()))
 
 
+@pytest.mark.thin(by_kind=True)
 @pytest.mark.parametrize(("kind", "layout"), [
-    ("llama", "tensor=2"), ("mixtral", "shard=2 expert=2 zero=3"), ("gpt2", "pipeline=2 micro_batch=1"),
+    ("llama", "tensor=2"), ("llama", "pipeline=2 tensor=2 micro_batch=1"), ("mixtral", "shard=2 expert=2 zero=3"),
+    ("gpt2", "pipeline=2 micro_batch=1"), ("gpt2", "tensor=2"),
 ])  # fmt: skip
 def test_what_is_not_trained_comes_back_bit_by_bit(kind: str, layout: str, tmp_path: Path) -> None:
     save(tmp_path / "base", kind, dtype=torch.bfloat16, max_shard_size="5KB")
