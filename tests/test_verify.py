@@ -20,7 +20,7 @@ from shardwise.data.sample_stream import job_stream, rank_positions
 from shardwise.errors import JobError, LayoutError
 from shardwise.job import DataConfig, Job, make_job
 from shardwise.launch.start import check_layout_fits
-from shardwise.layout import Layout, micro_batch_error
+from shardwise.layout import SCHEDULES, Layout, micro_batch_error
 from shardwise.models.config import ModelConfig
 from shardwise.parallel import context
 from shardwise.parallel.parallelize import parallelize
@@ -207,6 +207,14 @@ def test_named(name: str) -> None:
     text, samples, shape = NAMED[name]
     sequence = 9 if "tensor=3" in text else 8
     assert_exact(*verify(tiny(samples, layers=4, sequence=sequence, **SHAPES[shape]), [Layout.parse(text)], steps=2))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_each_schedule(schedule: str) -> None:
+    """On two ranks with as few micro-batches as it can run: each schedule is among what `make test` verifies."""
+    layout = Layout(pipeline=2, schedule=schedule, micro_batch=1)
+    job = tiny(_micro_batch_counts(layout)[0], layers=4, **SHAPES["Llama"])
+    assert_exact(*verify(job, [layout], steps=1))
 
 
 ROUNDED = ["shard=2 zero=2 micro_batch=1", "pipeline=2 tensor=2 micro_batch=1"]
