@@ -3,7 +3,8 @@
 It is forked from pytest's process once all tests are collected, before the first one runs, so nothing has been computed
 in it. From then on `sys.executable` is a small program (`warm_python.py`) that asks it to fork, and is for its starter
 the process itself: it passes on file descriptors, arguments, working folder and environment, later its signals, and
-ends with the same exit code. What it does not know it hands to the real interpreter."""
+ends with the same exit code. What it does not know it hands to the real interpreter. Tests for clusters start
+real interpreters only."""
 
 import atexit
 import ctypes
@@ -23,6 +24,7 @@ import tempfile
 import threading
 import traceback
 import warnings
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -57,11 +59,11 @@ class WarmProcess:
             serve(listener)
         listener.close()
 
-        program = self.folder / "python"
-        program.write_text(f"#!{REAL_PYTHON} -IS\n{CLIENT.read_text()}")
-        program.chmod(0o755)
+        self.program = self.folder / "python"
+        self.program.write_text(f"#!{REAL_PYTHON} -IS\n{CLIENT.read_text()}")
+        self.program.chmod(0o755)
         (self.folder / "real").symlink_to(REAL_PYTHON)
-        sys.executable = str(program)
+        sys.executable = str(self.program)
 
     def close(self) -> None:
         sys.executable = REAL_PYTHON
@@ -87,6 +89,16 @@ def runs_tests(config: pytest.Config) -> bool:
     """Whether this process runs tests itself: not one that only lists them, or that hands them to others."""
     has_workers = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
     return not has_workers and not config.getoption("collectonly") and config.getoption("mutants") is None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Gives tests for clusters real interpreters: their commands run in network namespaces, under limits and daemons of
+    their own, and a process that is forked from here would be outside of them."""
+    is_of_cluster = item.get_closest_marker("cluster") is not None
+    if WARM in item.config.stash:
+        sys.executable = REAL_PYTHON if is_of_cluster else str(item.config.stash[WARM].program)
+    return (yield)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
