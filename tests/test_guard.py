@@ -163,6 +163,7 @@ def test_no_run_restarts_more_than_three_times_for_the_same_cause(fork_server: F
 
     launch(run, Layout.parse("shard=2"), resume=True, entry=FAULTY_WORKER, fork_server=fork_server)
     assert [row["step"] for row in run.metrics()] == [1, 2, 3, 4]
+    assert not RepeatedFailures(run.path).counts  # it got further
 
 
 def test_workers_that_end_before_they_train_are_not_restarted_forever(fork_server: ForkServer, tmp_path: Path) -> None:
@@ -187,6 +188,21 @@ def test_failures_of_one_cause_are_counted_until_there_is_progress(tmp_path: Pat
     for damage in ("", "[]", '{"step": 6, "failures": [[1]]}', '{"step": null, "failures": []}'):
         (tmp_path / "restarts.json").write_text(damage)
         assert RepeatedFailures(tmp_path).add(cause, 4, 6) == 1
+
+
+def test_progress_of_an_attempt_that_was_stopped_is_progress(tmp_path: Path) -> None:
+    """A scheduler's signal ends most attempts of a long run; each may have begun with one failure."""
+    for _ in range(3):
+        RepeatedFailures(tmp_path).add("was killed by SIGKILL", 0, 5)
+    RepeatedFailures(tmp_path).reached(5)
+    assert RepeatedFailures(tmp_path).add("was killed by SIGKILL", 0, 5) == 4
+    RepeatedFailures(tmp_path).reached(9)
+    assert RepeatedFailures(tmp_path).add("was killed by SIGKILL", 0, 0) == 1
+
+    other = tmp_path / "other"
+    other.mkdir()
+    RepeatedFailures(other).reached(9)
+    assert not list(other.iterdir())  # a run without a failure has nothing to remember
 
 
 def test_a_fault_that_is_killed_as_it_is_marked_is_marked_whole_or_not(tmp_path: Path) -> None:

@@ -42,8 +42,21 @@ class RepeatedFailures:
             self.counts = {}
         key = (cause, step)
         self.counts[key] = self.counts.get(key, 0) + 1
+        self._save()
+        return self.counts[key]
 
+    def reached(self, step: int) -> None:
+        """Notes the last step of an attempt that has ended without a failure, such as by a scheduler's signal. If it is
+        progress, the failures before it count no more."""
+        if step <= self.step:
+            return
+        had_failures = bool(self.counts)
+        self.step = step
+        self.counts = {}
+        if had_failures:
+            self._save()
+
+    def _save(self) -> None:
         failures = [[cause, step, count] for (cause, step), count in self.counts.items()]
         with suppress(OSError):  # a full disk: this launcher still knows
             write_text(self.path, json.dumps({"step": self.step, "failures": failures}))
-        return self.counts[key]

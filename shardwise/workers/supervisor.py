@@ -93,6 +93,7 @@ class Supervisor:
         finally:
             for worker_group in (self.worker_group, self.standby_group):
                 self.worker_pool.kill_and_wait(worker_group)
+            self.repeated.reached(self._latest_step())
             self.worker_pool.remove_snapshots()
 
     def _run_attempt(self, resume: bool) -> WorkerFailure | None:
