@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import ModuleType
@@ -569,6 +569,28 @@ def test_going_back_names_no_checkpoint_that_leaves_the_store(
         assert two.steps == [1]
 
 
+def test_a_damaged_checkpoint_is_no_longer_named_when_it_is_saved_again(
+    url: str, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its manifest goes first; a launcher that dies then must leave a run that can be resumed."""
+    begin(url, tmp_path / "a", monkeypatch)
+    shard = store / "run" / "checkpoints" / "step-00000002" / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[::-1])
+    delete = ObjectStore.delete
+    named: list[str] = []
+
+    def deleting(self: ObjectStore, names: Iterable[str]) -> None:
+        named.append(json.loads((store / "run" / "writer.json").read_bytes())["saved"])
+        delete(self, names)
+
+    with Machine(url, tmp_path / "b", monkeypatch) as two:
+        assert two.steps == [1]
+        monkeypatch.setattr(ObjectStore, "delete", deleting)
+        save(two.folder, 2)
+    assert named[0] == "step-00000001"
+    assert json.loads((store / "run" / "writer.json").read_bytes())["saved"] == "step-00000002"
+
+
 # Data
 
 
@@ -659,3 +681,23 @@ def test_a_node_with_an_old_copy_of_a_validation_set_fetches_the_new_one(
     monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "node 1"))
     loop = TrainingLoop(prepared, run, torch.device("cpu"))
     assert len(loop.validation_sets["mine"]) > 0
+
+
+def test_a_validation_set_that_a_resume_leaves_out_may_be_gone(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (store / "set.txt").write_text(TEXT)
+    (tmp_path / "data.txt").write_text(TEXT)
+    values = text_job(str(tmp_path / "data.txt")).model_dump(exclude_none=True)
+    values["validation"] |= {"every": 2, "sets": {"mine": f"faulty:/{store}/set.txt"}}
+    values["run"] |= {"folder": str(tmp_path / "run")}
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "here"))
+    run = RunFolder.create(make_job(values))
+    record, sources, _ = open_data(prepare(run.job(), Layout()), None, StartOptions())
+    run.write_data(record, *sources)
+
+    monkeypatch.setenv("SHARDWISE_CACHE", str(tmp_path / "elsewhere"))
+    (store / "set.txt").unlink()
+    values["validation"]["sets"] = {}
+    record, _, _ = open_data(prepare(make_job(values), Layout()), run, StartOptions())
+    assert not record.validation_sets

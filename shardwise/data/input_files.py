@@ -115,7 +115,7 @@ class DataRecord:
         try:
             values = parse_json(path.read_bytes())
             sets = {
-                str(name): cls(_parse_files(one["files"]), is_new=False)
+                str(name): cls(_parse_files(one["files"], download=False), is_new=False)  # not all may be chosen
                 for name, one in values.get("validation_sets", {}).items()
             }
             files, samples = _parse_files(values["files"]), tuple(map(int, values["samples"]))
@@ -177,11 +177,11 @@ class DataRecord:
             raise DataError(f"the data has changed since the run began: {shown}{more}. {remedy}")
 
 
-def _parse_files(entries: dict[str, Any]) -> dict[str, DataFile]:
-    """Returns the files of a saved record by path; downloads those whose copies are not here."""
+def _parse_files(entries: dict[str, Any], download: bool = True) -> dict[str, DataFile]:
+    """Returns the files of a saved record by path; downloads those whose copies are not here, if asked for."""
     found = [DataFile(cached_path(name), int(s), int(t), str(d)) for name, (s, t, d) in entries.items()]
     for name in entries:
-        if parse_url(name) and not cached_path(name).exists():
+        if download and parse_url(name) and not cached_path(name).exists():
             local_copy(name)
     return {str(file.path): file for file in found}
 

@@ -19,6 +19,7 @@ from shardwise.data.input_files import MAX_SHOWN
 from shardwise.errors import EXIT_UNFINISHED, DataError, JobError
 from shardwise.job import Job, load_job
 from shardwise.train.run_folder import RunFolder, changed_results
+from shardwise.train.validate import refresh_copies
 from shardwise.train.warm_start import name_step
 
 FIRST_SHARE = 1 / 8  # of the steps, at least, before runs are compared
@@ -98,6 +99,7 @@ def check_same_job(trial: Trial, job: Job) -> None:
             f"{folder.path} was trained with another job: this one has {', '.join(changes)}. "
             "Restore the job, or give this sweep a folder of its own with --out."
         )
+    refresh_copies(earlier)
     data_changes = folder.data_record().changes()
     if data_changes:
         raise DataError(

@@ -150,6 +150,9 @@ class RunUploader:
     def _replace_damaged(self, name: str) -> None:
         """Takes the manifest of a damaged checkpoint away before the run, which is there again, saves another one."""
         if name in self.store.damaged and self.store.is_writer():
+            if self.store.saved == name:  # first, so that the writer never names what is not there
+                self.store.saved = max(self._stored, key=save_order, default="")
+                self.store.write_writer()
             self.store.remote.delete([f"checkpoints/{name}/{MANIFEST_FILE}"])
             self.store.damaged.discard(name)
 
