@@ -95,3 +95,9 @@ def test_samples_that_cannot_be_copied_are_collated(kind: str) -> None:
     assert not Task(torch.nn.Identity, data=Rows(kind), collate=stacked).collates_at_random
     assert Task(torch.nn.Identity, data=Rows(kind), collate=lambda rows: torch.rand(len(rows))).collates_at_random
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_samples_without_a_value_are_no_random_numbers() -> None:
+    """NaN, which stands for a missing feature, equals nothing, not even itself."""
+    rows = [torch.tensor([float(number), float("nan")]) for number in range(4)]
+    assert not Task(torch.nn.Identity, data=rows, collate=torch.stack).collates_at_random

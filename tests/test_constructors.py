@@ -11,12 +11,14 @@ import pytest
 import torch
 from test_any_module import proven
 from test_train import losses, train
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from shardwise.adapters.deferred_init import build_deferred, build_plain
+from shardwise.adapters.module_chain import KeepFloat64
 from shardwise.errors import JobError, LayoutError, RunError
 from shardwise.job import Job, make_job
 from shardwise.layout import Layout
+from shardwise.models.fake_caches import caches_kept
 from shardwise.parallel.prepare import prepare
 from shardwise.random import generator_states
 
@@ -114,3 +116,31 @@ def test_tables_that_a_forward_caches_are_computed_again_after_a_trace(precision
 def test_modules_of_torch_jit_are_refused() -> None:
     with pytest.raises(JobError, match=r"the module 0 is compiled by torch\.jit, so its parameters cannot be replaced"):
         build_deferred(constructed_modules.Compiled, 3)
+
+
+def test_float64_is_kept_beside_arrays_and_on_the_way_to_a_device() -> None:
+    with KeepFloat64():
+        chosen = torch.arange(3.0)[np.array([2, 0])]
+        moved = torch.arange(3).to("meta", torch.float32)
+        assert torch.zeros(2).type("torch.FloatTensor").dtype is torch.float64
+    assert (chosen.tolist(), chosen.dtype) == ([2.0, 0.0], torch.float64)
+    assert (moved.device.type, moved.dtype) == ("meta", torch.float64)
+
+
+class Keeps(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frequencies: dict[str, torch.Tensor] | None = None
+        self.state: dict[str, dict[int, torch.Tensor]] = {"tables": {}}
+        self.tables: list[torch.Tensor] = []
+
+
+def test_what_holds_tables_is_there_after_a_trace_without_fake_ones() -> None:
+    module = Keeps()
+    module.tables.append(torch.ones(2))
+    with caches_kept(module), FakeTensorMode():
+        module.frequencies = {"cos": torch.ones(2)}
+        module.state["tables"][2] = torch.ones(2)
+        module.tables.append(torch.ones(3))
+    assert module.frequencies is None and module.state == {"tables": {}}
+    assert [table.tolist() for table in module.tables] == [[1.0, 1.0]]

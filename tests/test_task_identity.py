@@ -468,3 +468,24 @@ def test_generated_code_of_a_library_is_known_by_name_alone(tmp_path: Path, monk
     library = importlib.import_module("installed_losses")
     found = code_identity.describe(library.Loss)
     assert found == {"name": "Loss", "code": "", "values": {}}
+
+
+class Settings:
+    """Answers for the names that it has, and raises another error than AttributeError for all others."""
+
+    def __init__(self) -> None:
+        self.__dict__["values"] = {"scale": 2.0}
+
+    def __getattr__(self, name: str) -> float:
+        return float(self.__dict__["values"][name])
+
+
+SETTINGS = Settings()
+
+
+def test_an_object_that_answers_for_any_name_is_described() -> None:
+    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return SETTINGS.scale * (output - target).square().mean()
+
+    found = code_identity.describe(loss)
+    assert found is not None and found["values"]["SETTINGS"] == "Settings"

@@ -237,7 +237,8 @@ class _Found:
         if id(value) in self.seen:
             return
         self.seen.add(id(value))
-        wrapped = getattr(value, "__wrapped__", None)  # of `functools.lru_cache`, for example
+        # Of `functools.lru_cache`, for example. Statically: a class of the user's may answer for any name, or raise.
+        wrapped = inspect.getattr_static(value, "__wrapped__", None)
         if isinstance(wrapped, FunctionType):
             self.add(_joined(name, "__wrapped__"), wrapped, depth + 1)
         if depth > 0 and not _is_own_class(kind) and not isinstance(value, nn.Module):

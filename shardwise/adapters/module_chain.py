@@ -43,12 +43,11 @@ class KeepFloat64(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        is_cast = func in (Tensor.to, Tensor.type)
         names_float32 = any(_is_float32(arg) for arg in (*args[1:], kwargs.get("dtype")))
-        if func is Tensor.float or (is_cast and names_float32):
+        if func is Tensor.float or (func is Tensor.type and names_float32):
             return tensors[0].double()
 
-        # Such as a softmax that is asked to compute in float32.
+        # Such as a softmax that is asked to compute in float32, or a cast, which may be to another device, too.
         if tensors and names_float32:
             args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
             kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
@@ -78,7 +77,8 @@ def _widened(tensor: Tensor) -> Tensor:
 
 def _is_float32(dtype: Any) -> bool:
     """Whether an argument names float32, as a dtype or in the words of old code."""
-    return dtype is torch.float32 or dtype is torch.FloatTensor or dtype == "torch.FloatTensor"
+    is_name = isinstance(dtype, str) and dtype == "torch.FloatTensor"  # an array would compare its elements
+    return dtype is torch.float32 or dtype is torch.FloatTensor or is_name
 
 
 def keep_float64_in_backward(output: Tensor) -> Tensor:

@@ -22,17 +22,20 @@ MAX_DEPTH = 20  # of lists in lists, a bound for those that contain themselves
 def caches_kept(module: nn.Module) -> Iterator[None]:
     """After it, no attribute, global variable or cached function of a module's code holds a fake tensor.
 
-    An attribute or variable that was set to one gets back what it held before. Entries of a dictionary, and the results
-    of a function with `functools.lru_cache`, are dropped: the next call computes them again."""
+    An attribute or variable that was set to one gets back what it held before. New entries of a dictionary or list, and
+    the results of a function with `functools.lru_cache`, are dropped: the next call computes them again."""
     before = [(owner, dict(vars(owner))) for owner in _owners(module)]
     try:
         yield
     finally:
         for owner, attributes in before:
             for name, value in list(vars(owner).items()):
-                if isinstance(value, dict):
+                if not _holds_fake(value):
+                    continue
+                is_kept = value is attributes.get(name)
+                if is_kept and isinstance(value, dict | list):
                     _drop_fake_entries(value)
-                elif _holds_fake(value):
+                else:
                     _restore(owner, name, attributes.get(name, _MISSING))
         for function in _cached_functions([owner for owner, _ in before]):
             has_new_results = function.cache_info().misses != _MISSES.get(function)
@@ -70,9 +73,16 @@ def _holds_fake(value: Any, depth: int = 0) -> bool:
     return any(_holds_fake(item, depth + 1) for item in items)
 
 
-def _drop_fake_entries(entries: dict[Any, Any]) -> None:
+def _drop_fake_entries(entries: dict[Any, Any] | list[Any]) -> None:
+    """Removes the fake tensors of a dictionary or list, and those of dictionaries in it, which stay."""
+    if isinstance(entries, list):
+        entries[:] = [item for item in entries if not _holds_fake(item)]
+        return
+
     for key, value in list(entries.items()):
-        if _holds_fake(value):
+        if _holds_fake(value) and isinstance(value, dict):
+            _drop_fake_entries(value)
+        elif _holds_fake(value):
             del entries[key]
 
 

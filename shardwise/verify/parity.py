@@ -119,7 +119,7 @@ def verify(job: Job, layouts: list[Layout], steps: int = 3,
         record = compare(rounding)
         is_doubtful = record.first_difference is not None and not record.is_beyond_rounding
         if is_doubtful and may_measure_rounding:
-            rounding = run_world(_measure_rounding, 1, job, steps, reference, timeout=timeout)[0]
+            rounding = run_world(_measure_rounding, 1, job, steps, reference, timeout=RUNS * timeout)[0]
             may_measure_rounding = False
             record = compare(rounding) if rounding is not None else record
 
